@@ -114,7 +114,8 @@ static bool tokens_room(Tokens *t, size_t n);   // room for n ids in all; false:
 // is 0, NULL, an empty Norm or a factor of 1, unless its comment says otherwise.
 
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
-enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };   // SWIGLU_OAI: gpt-oss's
+enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI,     // SWIGLU_OAI: gpt-oss's
+       ACT_RELU, ACT_XIELU };                             // XIELU: Apertus's, see Layer
 enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };    // it turns pairs (i, i + n_rot/2), or (2i, 2i + 1)
 enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };        // mixers in place of attention: Part III
 enum { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 };          // what makes weights of a router's logits
@@ -135,6 +136,8 @@ typedef struct {
     char name[32];             // of the architecture
     bool verified;             // its logits are checked against llama.cpp's
     int norm, act;             // NORM_RMS, ...; ACT_SILU, ...
+    bool limit_first;          // the limit of a gate is one of the activation's input (Maple)
+    int n_loops;               // all layers run so often, with caches of their own (Nanbeige)
     bool causal;               // a token does not see later ones (Llama: true); encoders: it does
     bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
     int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
@@ -168,6 +171,7 @@ typedef struct {
     // experts
     int n_expert, n_used;      // in a layer; that a token uses at most
     int n_group, n_group_used; // experts stand in groups, of which a token uses some (DeepSeek)
+    bool routed_first;         // the router reads the stream before attention (SmallThinker)
     int gating;                // GATING_SOFTMAX or GATING_SIGMOID
     bool gates_normed;         // the weights of the chosen experts are divided by their sum
     float gates_scale;         // factor of their weights
@@ -227,12 +231,14 @@ typedef struct {
     Norm attn_post_norm, ffn_post_norm;   // [dim] of attention's result, of the FFN's (Gemma 2)
     Norm attn_norm_2;          // [dim] one more after attention (JinaBERT)
     const float *out_scale;    // [1] factor of the stream after the layer, or NULL
+    Norm last_norm;            // [dim] of the stream after the layer (Nanbeige)
     Norm q_norm, k_norm;       // of heads, see Norm (Qwen 3); n 0: none
     bool heads_alone;          // they allow work on one head alone; in a Llama true
     Matrix attn_gate;          // [n_head] or [n_head * vd][dim] gates of attention's result: or q
                                // holds them, in [n_head][2 * hd] rows; or none
     const float *sinks;        // [n_head] a score beside those of the keys (gpt-oss), or NULL
     float limit_ffn, limit_experts;   // of act(gate) and up (Step 3.5); 0: none
+    struct { float alpha_n, alpha_p, beta, eps; } xielu;   // see xielu
     // experts: gate, up and down hold those of all, a step apart
     int n_used;                // experts that a token uses
     Matrix router;             // [n_expert][dim]
@@ -434,7 +440,9 @@ static void split_gate_row(Session *s, const void *w, size_t i);   // s->mix to 
 static void gate_attention(Session *s, float *x, int width);
 static void sharpen(const Session *s, float *q, size_t n, int pos);
 static void activate(float *out, const float *gate, const float *up, int n, int act);
-static void activate_limited(float *gate, float *up, int n, int act, float limit);
+static void activate_limited(const Config *c, float *gate, float *up, int n, float limit);
+static void xielu(float *x, int n, const Layer *w);
+static void last_norm_row(Session *s, const void *w, size_t i);   // x = norm(x)
 static float rope_scaling(const Model *m, int kind, int window, double *freq);
 static void alibi_slopes(float *slope, int n_head, float max_bias);
 
@@ -672,9 +680,11 @@ static void attention_block(Session *s) {
 typedef struct { const Matrix *gate, *up, *down; float limit; } Ffn;
 static void activate_row(Session *s, const void *arg, size_t i) {   // up = silu(gate) * up
     const Ffn *f = arg;
-    int ff = f->up->rows, act = s->m->config.act;
+    const Config *c = &s->m->config;
+    int ff = f->up->rows, act = c->act;
     float *up = s->up + i * ff, *gate = f->gate->data ? s->gate + i * ff : NULL;
-    if (gate && f->limit > 0) activate_limited(gate, up, ff, act, f->limit);
+    if (act == ACT_XIELU) xielu(up, ff, &s->m->layers[s->l]);
+    else if (gate && f->limit > 0) activate_limited(c, gate, up, ff, f->limit);
     else if (gate && act == ACT_SILU) swiglu(up, gate, up, ff);
     else activate(up, gate, up, ff, act);
 }
@@ -711,6 +721,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
         bool mixes = w->n_kv || w->mixer, feeds = w->up.data;   // hybrids may lack one
         Sum mixed = {.post = &w->attn_post_norm, .again = &w->attn_norm_2};
         Sum fed = {.post = &w->ffn_post_norm, .scale = w->out_scale};
+        if (c->routed_first) product(s, &w->router, s->x, s->route);
 
         // x += attention(norm(x)): tokens look at each other. Side by side both read the same x
         if (mixes) {
@@ -729,6 +740,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
             if (w->input_gate.data) add_layer_input(s, &fed);
             each_row(s, add_row, &fed, n);
         }
+        if (w->last_norm.w) each_row(s, last_norm_row, &w->last_norm, n);
     }
 }
 
@@ -891,6 +903,7 @@ static void plan_scratch(Session *s, Arena *a) {
     for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * n_rot[i], f);
     for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, n_rot[i] / 2, sizeof(double));
     s->slopes = arena_take(a, c->n_head, f);
+    s->route = arena_take(a, n * larger(c->n_expert, 1), f);   // attention may lie between
     uint64_t shared = a->used;   // 1: attention
     s->q = arena_take(a, n * most.q, f);
     s->k = arena_take(a, n * most.k, f);
@@ -1673,6 +1686,11 @@ enum {   // of 64 bits
     INPUTS_WEIGHED = 1ull << 31,  // an expert's weight is a factor of its input
     SHARPENED = 1ull << 32,       // sharpen_scale is 0.1, for spans
     QK_NORM_BARE = 1ull << 33,    // QK norm without weights in layers with spans
+    WINDOW_SET = 1ull << 34,      // a window is 4096, whatever the file says
+    ROUTED_FIRST = 1ull << 35,    // the router reads the stream before attention, not normed
+    LIMIT_FIRST = 1ull << 36,     // a limit of the gate is one of the activation's input
+    SHARED_AVERAGED = 1ull << 37, // of experts and a shared one the mean is taken, not the sum
+    FFN_OR_NOTHING = 1ull << 38,  // a layer without an FFN is empty
     GEMMA2 = EMBD_SQRT | WINDOW_4096 | CAPPED,
     GEMMA3 = EMBD_SQRT | LOCAL_10000 | LOCAL_UNSCALED,
     GEMMA4 = GEMMA3 | QKV_NORMED | LOGITS_CAPPED | GATES_NORMED,
@@ -1715,7 +1733,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"baichuan", .rope = ROPE_PAIRS, .n_layer = 32},
     {"baichuan", .rope = ROPE_NONE, .flags = ALIBI_8, .n_layer = 40},
     {"baichuan mamba2*", .rope = ROPE_NONE},
-    {"bailingmoe chatglm deepseek ernie4_5 glm4 internlm2 xverse", .rope = ROPE_PAIRS},
+    {"bailingmoe chatglm deepseek ernie4_5 glm4 internlm2 nanbeige* xverse", .rope = ROPE_PAIRS},
+    {"deci*", .rope = ROPE_PAIRS, .flags = FFN_OR_NOTHING},
     {"smollm3", .rope = ROPE_PAIRS, .no_rope = 4},
     {"granite granitehybrid*", .rope = ROPE_PAIRS,
      .flags = ROPE_TUNED | LOGIT_DIVIDE | GATES_NORMED},
@@ -1724,10 +1743,13 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"minicpm", .rope = ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED | MUP},
     {"minicpm3", .flags = MUP},
     {"arcee plm", .act = ACT_RELU2, .rope = ROPE_PAIRS},
+    {"apertus*", .act = ACT_XIELU, .flags = 0},
     {"olmo", NORM_BARE, ACT_SILU, ROPE_PAIRS, .flags = 0},
     {"command-r", NORM_LAYER, ACT_SILU, ROPE_PAIRS, .flags = MAY_BE_PARALLEL},
     {"cohere2", NORM_LAYER, ACT_SILU, ROPE_PAIRS, .flags = LOCAL_ROPE | MAY_BE_PARALLEL,
      .local = 4},
+    {"cohere2moe*", .rope = ROPE_PAIRS, .local = 4,
+     .flags = LOCAL_ROPE | FULL_FIRST | GATES_SIGMOID | MAY_BE_PARALLEL | SHARED_AVERAGED},
     {"exaone4", .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4, .n_layer = 64},
     {"phi3* qwen2* qwen3* exaone exaone4 olmoe openelm qwen2moe seed_oss", .flags = 0},
     {"bailingmoe2 paddleocr pangu-embedded qwen2vl", .flags = 0},
@@ -1735,6 +1757,9 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"qwen3vl", .flags = SECTIONS_MIXED},
     {"glm4moe* dots1 hy_v3", .flags = GATES_SIGMOID},
     {"exaone-moe", .flags = LOCAL_ROPE, .local = 4},
+    {"smallthinker*", .act = ACT_RELU, .local = 4,
+     .flags = GATES_NORMED | FULL_FIRST | LOCAL_ROPE | WINDOW_SET | ROUTED_FIRST},
+    {"maple*", .flags = GATES_NORMED | LOCAL_ROPE | LIMIT_FIRST, .local = 4},
     {"mellum", .flags = GATES_NORMED | LOCAL_UNSCALED, .local = 4},
     {"mimo2", .flags = GATES_NORMED | GATES_SIGMOID | LOCAL_SINKS, .local = 6},
     {"minimax-m2", .flags = GATES_NORMED | GATES_SIGMOID},
@@ -1800,6 +1825,8 @@ typedef struct {
     int n_layer_mtp;           // layers after the others that predict further tokens: not run
     int n_shared;              // the last n_shared layers read the caches of earlier ones
     int pattern;               // which layers have a window: a period, or yes or no for this one
+    int n_rotated;             // the first layers, which have RoPE although they see all
+    bool loops_bare;           // no norm of the stream between loops
     bool side_by_side;         // of all layers
     int hd_local, vd_local;    // hd and vd of windowed layers
     float eps_rms;             // eps of RMSNorm
@@ -1842,7 +1869,7 @@ static const Key KEYS[] = {
     {"residual_scale", REAL, CONFIG(residual_scale), ANY,
      "granite granitehybrid granitemoe granite_swa minicpm"},
     {"logit_scale", REAL, CONFIG(logit_scale), ANY,
-     "granite* granitehybrid granitemoe* granite_swa* minicpm command-r* cohere2* "
+     "granite* granitehybrid granitemoe* granite_swa* minicpm command-r* cohere2* cohere2moe* "
      "muse-glimmer*"},
     {"final_logit_softcapping", REAL, CONFIG(logit_cap), ANY, "gemma2 gemma3 gemma4 muse-glimmer"},
     {"attention.head_count", INT, CONFIG(n_head), 0, 1 << 14, ALL},
@@ -1858,9 +1885,12 @@ static const Key KEYS[] = {
     {"attention.shared_kv_layers", INT, HINT(n_shared), 0, 1 << 14, "gemma4"},
     {"embedding_length_per_layer_input", INT, CONFIG(per_layer), 0, 1 << 16, "gemma4"},
     {"attention.sliding_window", INT, CONFIG(window), 0, INT_MAX,
-     "all cohere2* gemma-embedding* gpt-oss* spark2_5* step35*"},
+     "all cohere2* cohere2moe* gemma-embedding* gpt-oss* maple* spark2_5* step35*"},
     {"attention.sliding_window_pattern", INT, LAYER_HINT(pattern), 0, INT_MAX,
-     "all spark2_5* step35*"},
+     "all maple* spark2_5* step35*"},
+    {"leading_dense_block_count", INT, HINT(n_rotated), 0, 1 << 14, "cohere2moe*"},
+    {"num_loops", INT, CONFIG(n_loops), 1, 64, "nanbeige"},
+    {"skip_loop_final_norm", BOOL, HINT(loops_bare), 0, 1, "nanbeige"},
     {"attention.indexer.top_k", INT, CONFIG(n_exact), 1, INT_MAX, "glm-dsa* deepseek32*"},
     {"attention.causal", BOOL, CONFIG(causal), 0, 1, ALL},
     {"attention.scale", REAL, CONFIG(attn_scale), ANY,
@@ -1870,7 +1900,7 @@ static const Key KEYS[] = {
     {"attention.rope_pattern", BOOL, LAYER(rotated), 0, 1, "granite_swa"},
     {"attention.clamp_kqv", REAL, CONFIG(clamp_qkv), ANY, "olmo dbrx mpt"},
     {"attention.max_alibi_bias", REAL, CONFIG(alibi), ANY, "jais mpt"},
-    {"swiglu_clamp_exp", REAL, LAYER(limit_experts), ANY, "bailingmoe3 step35"},
+    {"swiglu_clamp_exp", REAL, LAYER(limit_experts), ANY, "bailingmoe3 maple* step35"},
     {"swiglu_clamp_shexp", REAL, LAYER(limit_ffn), ANY, "bailingmoe3 step35"},
     {"attention.temperature_scale", REAL, CONFIG(sharpen_scale), ANY,
      "mistral3 deepseek2 mistral4"},
@@ -1886,7 +1916,7 @@ static const Key KEYS[] = {
     {"rope.swa.freq_base", REAL, CONFIG(rope_base_local), ANY, "laguna"},
     {"rope.freq_base", REAL, CONFIG(rope_base), ANY, ALL},
     {"rope.freq_base_swa", REAL, CONFIG(rope_base_local), ANY,
-     "afmoe gemma2 gemma3 gemma4 gemma-embedding gpt-oss laguna mimo2 modern-bert "
+     "afmoe gemma2 gemma3 gemma4 gemma-embedding gpt-oss laguna maple mimo2 modern-bert "
      "muse-glimmer plamo3 spark2_5 step35"},
     {"rope.global.freq_base", REAL, CONFIG(rope_base), ANY, "gemma3 gemma4"},   // Ollama's names
     {"rope.local.freq_base", REAL, CONFIG(rope_base_local), ANY, "gemma3 gemma4"},
@@ -1909,15 +1939,16 @@ static const Key KEYS[] = {
     {"expert_group_count", INT, CONFIG(n_group), 0, MOST_GROUPS, ALL},
     {"expert_group_used_count", INT, CONFIG(n_group_used), 0, MOST_GROUPS, ALL},
     {"expert_gating_func", INT, CONFIG(gating), 1, 2,
-     "afmoe bailingmoe2* bailingmoe3* deepseek2 deepseek2-ocr deepseek32 dots1 exaone-moe "
-     "glm-dsa glm4moe hy_v3 kimi-linear* laguna lfm2moe* minimax-m2 mistral4 step35"},
+     "afmoe bailingmoe2* bailingmoe3* cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "
+     "exaone-moe glm-dsa glm4moe hy_v3 kimi-linear* laguna lfm2moe* minimax-m2 mistral4 "
+     "smallthinker* step35"},
     {"expert_weights_norm", BOOL, CONFIG(gates_normed), 0, 1,
-     "afmoe bailingmoe bailingmoe2 bailingmoe3 deepseek2 deepseek2-ocr deepseek32 dots1 "
+     "afmoe bailingmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "
      "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 nemotron_h_moe step35"},
     {"expert_weights_scale", REAL, CONFIG(gates_scale), ANY,
-     "afmoe bailingmoe bailingmoe2 bailingmoe3 deepseek deepseek2 deepseek2-ocr deepseek32 "
-     "dots1 exaone-moe glm-dsa glm4moe hy_v3 kimi-linear laguna mistral4 nemotron_h_moe "
-     "step35"},
+     "afmoe bailingmoe bailingmoe2 bailingmoe3 cohere2moe deepseek deepseek2 deepseek2-ocr "
+     "deepseek32 dots1 exaone-moe glm-dsa glm4moe hy_v3 kimi-linear laguna mistral4 "
+     "nemotron_h_moe step35"},
     {"ssm.conv_kernel", INT, CONFIG(conv), 0, MOST_TAPS, ALL},
     {"ssm.group_count", INT, CONFIG(n_key), 0, 1 << 14, ALL},
     {"ssm.time_step_rank", INT, CONFIG(n_value), 0, 1 << 14, ALL},
@@ -1926,6 +1957,11 @@ static const Key KEYS[] = {
     {"shortconv.l_cache", INT, CONFIG(conv), 1, MOST_TAPS, "lfm2* lfm2moe*"},
     {"kda.head_dim", INT, CONFIG(kda), 1, 4096, "kimi-linear* bailingmoe3*"},
     {"kda.gate_lower_bound", REAL, CONFIG(kda_lower), -FLT_MAX, -FLT_MIN, "bailingmoe3*"},
+    // without the architecture's name
+    {"xielu.alpha_n", REAL, LAYER(xielu.alpha_n), ANY, "apertus*"},
+    {"xielu.alpha_p", REAL, LAYER(xielu.alpha_p), ANY, "apertus*"},
+    {"xielu.beta", REAL, LAYER(xielu.beta), ANY, "apertus*"},
+    {"xielu.eps", REAL, LAYER(xielu.eps), ANY, "apertus*"},
 };
 #undef CONFIG
 #undef HINT
@@ -1944,10 +1980,10 @@ static const struct { const char *name, *archs; } NEEDS[] = {
     {"attn_norm.bias", "bloom codeshell falcon gpt2 gptneox jais jais2 nemotron orion phi2 phimoe "
      "stablelm starcoder starcoder2"},
     {"attn_qkv.bias", "codeshell jais qwen"},
-    {"attn_q_norm.weight", "afmoe bailingmoe2 dots1 exaone-moe exaone4 gemma-embedding gemma3 "
-     "gemma4 hunyuan-moe hunyuan-dense hunyuan_vl hy_v3 laguna lfm2 lfm2moe maincoder mellum "
-     "minimax-m2 muse-glimmer olmo2 olmoe openelm plamo3 qwen3 qwen35 qwen35moe qwen3moe qwen3next "
-     "qwen3vl qwen3vlmoe"},
+    {"attn_q_norm.weight", "afmoe apertus bailingmoe2 dots1 exaone-moe exaone4 gemma-embedding "
+     "gemma3 gemma4 hunyuan-moe hunyuan-dense hunyuan_vl hy_v3 laguna lfm2 lfm2moe maincoder maple "
+     "mellum minimax-m2 muse-glimmer olmo2 olmoe openelm plamo3 qwen3 qwen35 qwen35moe qwen3moe "
+     "qwen3next qwen3vl qwen3vlmoe"},
     {"attn_gate.weight", "afmoe bailingmoe3 laguna muse-glimmer spark2_5"},
     {"attn_sinks.weight", "gpt-oss granite_swa"},
     {"attn_output.bias", "bloom codeshell gpt-oss gpt2 gptneox jais jais2 jina-bert-v2 "
@@ -1976,9 +2012,9 @@ static const struct { const char *name, *archs; } NEEDS[] = {
      "nomic-bert-moe"},
     {"position_embd.weight", "bert gpt2 starcoder"},
     {"rope_freqs.weight", "gemma4"},
-    {"output.weight", "baichuan bailingmoe bailingmoe2 dbrx dots1 exaone-moe gpt-oss gptneox "
-     "internlm2 mellum mimo2 minimax-m2 muse-glimmer nemotron olmo2 olmoe orion phi2 plamo qwen "
-     "qwen2moe stablelm xverse"},
+    {"output.weight", "apertus baichuan bailingmoe bailingmoe2 dbrx dots1 exaone-moe gpt-oss "
+     "gptneox internlm2 maple mellum mimo2 minimax-m2 muse-glimmer nemotron olmo2 olmoe orion phi2 "
+     "plamo qwen qwen2moe stablelm xverse"},
     {"output.bias", "phimoe"},
 };
 
@@ -2000,12 +2036,13 @@ typedef struct {
 
 #define refuse(ld, ...) ((ld)->ok = (ld)->ok && fail((ld)->e, __VA_ARGS__))   // the first error
 
-// metadata under the architecture's name, as the file spells it
+// metadata under the architecture's name, as the file spells it, or without a name
 static const Meta *arch_meta(const Loader *ld, const char *key) {
     char name[128];
     Str arch = gguf_str(ld->m->gguf, "general.architecture");
     snprintf(name, sizeof name, "%.*s.%s", STR_ARG(arch), key);
     Meta *v = gguf_find(ld->m->gguf, name);
+    if (!v) v = gguf_find(ld->m->gguf, key);   // xIELU's
     if (v) v->used = true;
     return v;
 }
@@ -2193,8 +2230,11 @@ static void load_qk_norms(Loader *ld, Layer *w) {
     *q = load_norm(ld, "attn_q_norm", w->n_head, w->hd);
     *k = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
     bool maverick = ld->m->config.n_expert == 128;   // the larger Llama 4 has none
-    if (ld->arch->flags & QK_NORM_BARE && w->window && !maverick && !q->w)
-        *q = *k = (Norm){.n = w->hd, .group = w->hd};
+    if (ld->arch->flags & QK_NORM_BARE && w->window && !maverick && !q->w) {
+        float *ones = keep_memory(ld, w->hd * sizeof *ones);
+        for (int i = 0; ones && i < w->hd; i++) ones[i] = 1;
+        *q = *k = (Norm){.w = ones, .n = w->hd, .group = w->hd};
+    }
     if (w->k.data && !q->w != !k->w)
         require(ld, NULL, q->w ? "attn_k_norm" : "attn_q_norm", ".weight");
     w->heads_alone = (!q->w || q->n == w->hd) && (!k->w || k->n == w->hd);
@@ -2247,7 +2287,9 @@ static int load_ffn(Loader *ld, const FfnNames *name, int cols, int ff, int n, M
         load_fused(ld, name->both, cols, n, (Slice[]){{"", ff, w[0]}, {"", ff, w[1]}}, 2);
     else *w[1] = need_matrix(ld, name->up, cols, ff, n);
     bool gated = c->act != ACT_RELU2 && (c->act != ACT_GELU || c->norm == NORM_RMS);
-    if (gated) require(ld, w[0]->data, name->gate, ".weight");
+    bool alone = c->act == ACT_XIELU;
+    if (gated && !alone) require(ld, w[0]->data, name->gate, ".weight");
+    if (alone && w[0]->data) refuse(ld, "layer %d: xIELU with a gate", ld->l);
     *w[2] = need_matrix(ld, name->down, ff, cols, n);
     return ff;
 }
@@ -2286,6 +2328,7 @@ static void load_norms(Loader *ld, Layer *w) {
         w->ffn_norm = w->attn_norm;
         w->attn_norm = attn_norm_2;
     }
+    if (!w->n_head && !w->attn_norm.w) w->attn_norm = w->ffn_norm;   // an FFN alone (Deci)
     bool bare = c->norm == NORM_BARE, no_ffn_norm = !w->ffn_norm.w && !w->ffn_post_norm.w;
     bool normed = ld->l == 0 && ld->m->embd_norm.w;   // already, by the norm of the embeddings
     if (!bare && !normed && !w->attn_post_norm.w)
@@ -2313,7 +2356,8 @@ static void load_window(Loader *ld, Layer *w) {
     w->n_rot = local ? c->n_rot_local : c->n_rot;
     if (c->rope == ROPE_NONE) w->rotated = false;
     if (a->no_rope && (ld->l + 1) % a->no_rope == 0) w->rotated = false;
-    if (a->flags & LOCAL_ROPE && windows && !local) w->rotated = false;
+    bool first = ld->l < ld->hints.n_rotated;
+    if (a->flags & LOCAL_ROPE && windows && !local && !first) w->rotated = false;
 }
 
 static void load_layer(Loader *ld, Layer *w) {
@@ -2328,6 +2372,10 @@ static void load_layer(Loader *ld, Layer *w) {
     const Meta *kv = arch_meta(ld, "attention.head_count_kv");
     bool each_kv = kv && kv->type == GGUF_ARR;   // a 0 in it: no attention; else: n_head
     if (!w->n_kv && !each_kv) w->n_kv = w->n_head;
+    if (a->flags & FFN_OR_NOTHING && !w->ff) {
+        w->n_head = w->n_kv = 0;
+        return;
+    }
     w->out_scale = load_vector(ld, "layer_output_scale", ".weight", 1);
     load_norms(ld, w);
 
@@ -2497,6 +2545,8 @@ static void imply_config(Config *c, const Arch *a) {
     c->gates_normed = flags & GATES_NORMED;
     c->gating = flags & GATES_SIGMOID ? GATING_SIGMOID : GATING_SOFTMAX;
     c->inputs_weighed = flags & INPUTS_WEIGHED;
+    c->routed_first = flags & ROUTED_FIRST;
+    c->limit_first = flags & LIMIT_FIRST;
     c->span = a->span;
     c->sharpen_scale = flags & SHARPENED ? 0.1f : 0;
     c->sharpen_length = a->span;
@@ -2550,6 +2600,7 @@ static void derive_config(Loader *ld) {
     if (ld->arch->flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
     if (c->span && (!c->window || !c->causal)) refuse(ld, "spans need a causal window");
     if (c->span) c->window = c->span;   // whatever the file says
+    if (ld->arch->flags & WINDOW_SET && c->window) c->window = 4096;
     if (!c->causal && c->window) c->window = c->window / 2 + 1;   // half on each side, and itself
     Str act = meta_str(arch_meta(ld, "hidden_activation"));   // instead of GELU (ModernBERT)
     if (act.n && c->act == ACT_GELU && find_str(act, "silu swish swiglu")) c->act = ACT_SILU;
@@ -2579,12 +2630,29 @@ static void load_config(Loader *ld) {
     if (ld->ok) derive_config(ld);
 }
 
+// Nanbeige runs all its layers n_loops times. So the layers are listed once for each loop, with the
+// same weights and caches of their own; between loops the stream is normed.
+static void repeat_layers(Loader *ld) {
+    Model *m = ld->m;
+    int n = m->config.n_layer, all = n * m->config.n_loops;
+    Layer *layers = realloc(m->layers, all * sizeof *layers);
+    if (!layers) refuse(ld, "out of memory");
+    if (!layers) return;
+    for (int l = n; l < all; l++) {
+        layers[l] = layers[l - n];
+        layers[l].source += n;
+    }
+    for (int l = n; l < all && !ld->hints.loops_bare; l += n) layers[l - 1].last_norm = m->out_norm;
+    m->layers = layers;
+    m->config.n_layer = all;
+}
+
 static bool weights_load(Model *m, Error *e) {
     Loader ld = {.m = m, .e = e, .ok = true, .l = -1, .hints = {.rope_tuned = true}};
     Config *c = &m->config;
     *c = (Config){.pooling = -1, .rope_base = 10000, .rope_factor = 1, .rope_mag = 1,
                   .yarn_fast = 32, .yarn_slow = 1, .gating = GATING_SOFTMAX, .gates_scale = 1,
-                  .value_scale = 1};   // where neither file nor row says otherwise
+                  .value_scale = 1, .n_loops = 1};   // where neither file nor row says otherwise
     if (load_arch(&ld)) load_config(&ld);
     if (!ld.ok) return false;
     // layers that rotate fewer numbers than others read the first ones
@@ -2624,6 +2692,7 @@ static bool weights_load(Model *m, Error *e) {
         load_layer(&ld, &m->layers[ld.l]);
     }
     if (ld.ok) check_tensors(&ld);
+    if (ld.ok && c->n_loops > 1) repeat_layers(&ld);
     const Meta *never = gguf_find(m->gguf, "tokenizer.ggml.suppress_tokens");
     for (uint64_t i = 0; never && gguf_size[never->elem] && i < never->n; i++)
         if (!tokens_add(&m->suppressed, meta_int(never, i))) refuse(&ld, "out of memory");
@@ -2770,6 +2839,12 @@ static void sharpen(const Session *s, float *q, size_t n, int pos) {
 
 // ---- 15. steps of blocks ----
 
+static void last_norm_row(Session *s, const void *w, size_t i) {
+    const Config *c = &s->m->config;
+    float *x = s->x + i * c->dim;
+    norm(x, x, c->dim, w, c->norm, c->eps);
+}
+
 // x within -limit .. limit. A NaN stays one, as everywhere: fminf and fmaxf would make it a number,
 // and a damaged model would go on talking.
 static inline float within(float x, float limit) {
@@ -2785,6 +2860,7 @@ static void clamp(float *x, int64_t n, float limit) {
 // x * sigmoid(z), where z is x in SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) in GELU's tanh form
 INLINE float activation_of(float x, int act) {
     if (act == ACT_RELU2) return x < 0 ? 0 : x * x;
+    if (act == ACT_RELU) return x < 0 ? 0 : x;
     float z = x;
     if (act == ACT_SWIGLU_OAI) z = 1.702f * x;
     if (act == ACT_GELU) z = 1.595769122f * (x + 0.044715f * x * x * x);
@@ -2806,17 +2882,32 @@ INLINE void activate_as(float *out, const float *gate, const float *up, int n, i
 
 // out = act(gate) * up, or act(up) without a gate
 static void activate(float *out, const float *gate, const float *up, int n, int act) {
-    if (act == ACT_SILU) activate_as(out, gate, up, n, ACT_SILU);   // four constants, four loops
+    if (act == ACT_SILU) activate_as(out, gate, up, n, ACT_SILU);   // five constants, five loops
     else if (act == ACT_GELU) activate_as(out, gate, up, n, ACT_GELU);
     else if (act == ACT_RELU2) activate_as(out, gate, up, n, ACT_RELU2);
+    else if (act == ACT_RELU) activate_as(out, gate, up, n, ACT_RELU);
     else activate_as(out, gate, up, n, ACT_SWIGLU_OAI);
 }
 
-// up = min(act(gate), limit) * up, with up within -limit .. limit
-static void activate_limited(float *gate, float *up, int n, int act, float limit) {
-    activate(gate, NULL, gate, n, act);
+// up = min(act(gate), limit) * up, with up within -limit .. limit; Maple: act(min(gate, limit))
+static void activate_limited(const Config *c, float *gate, float *up, int n, float limit) {
+    for (int i = 0; c->limit_first && i < n; i++) gate[i] = gate[i] > limit ? limit : gate[i];
+    activate(gate, NULL, gate, n, c->act);
     clamp(up, n, limit);
     for (int i = 0; i < n; i++) up[i] *= gate[i] > limit ? limit : gate[i];
+}
+
+static float log1p_exp(float x) { return x > 20 ? x : log1pf(expf(x)); }   // log(1 + e^x)
+
+// xIELU (arXiv 2411.13010): a parabola above 0, an exponential below; there both have slope beta.
+static void xielu(float *x, int n, const Layer *w) {
+    float beta = w->xielu.beta, eps = w->xielu.eps;
+    float above = log1p_exp(w->xielu.alpha_p), below = beta + log1p_exp(w->xielu.alpha_n);
+    for (int i = 0; i < n; i++) {
+        float v = x[i], least = v > eps ? eps : v;
+        float curve = v > 0 ? above * v * v : below * (exp_fast(least) - 1 - v);
+        x[i] = curve + beta * v;
+    }
 }
 
 // A row of the cache that a query does not see has the weight 0, but 0 times a NaN is a NaN: so
@@ -2853,8 +2944,6 @@ static void load_gate(Loader *ld, Layer *w, int n_head, int vd) {
     w->attn_gate = load_matrix(ld, "attn_gate", ld->m->config.dim, rows, 1);
 }
 
-static float log1p_exp(float x) { return x > 20 ? x : log1pf(expf(x)); }   // log(1 + e^x)
-
 typedef struct { float *x; int width, gates; } Gated;   // a head's values; its gates: width or 1
 static void gate_row(Session *s, const void *arg, size_t i) {
     const Gated *g = arg;
@@ -2880,6 +2969,12 @@ static void gate_attention(Session *s, float *x, int width) {
 // results are added up with the router's weights. Tokens are sorted by expert, so that an expert's
 // weights are read, and decoded, once for all its tokens. A shared expert sees every token. Latent
 // experts have an input of a width of their own: one product makes it, one widens their sum.
+
+static void halve_scale(Loader *ld, Matrix *w, int n) {   // of a matrix, or those of n experts
+    float *half = keep_memory(ld, n * sizeof *half);
+    for (int i = 0; half && i < n; i++) half[i] = w->scale ? w->scale[i] / 2 : 0.5f;
+    w->scale = half;
+}
 
 static void load_experts(Loader *ld, Layer *w) {
     static const FfnNames sparse = {"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps",
@@ -2917,6 +3012,10 @@ static void load_experts(Loader *ld, Layer *w) {
     else if (find_tensor(ld, shared.up, ".weight")) {
         load_ffn(ld, &shared, c->dim, 0, 1, ffn);
         w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
+    }
+    if (ld->arch->flags & SHARED_AVERAGED && w->shared_up.data) {
+        halve_scale(ld, &w->down, n);
+        halve_scale(ld, &w->shared_down, 1);
     }
     if (latent && w->shared_router.data)
         refuse(ld, "layer %d: latent experts beside a weighed one", ld->l);
@@ -3083,12 +3182,14 @@ static void add_shared_row(Session *s, const void *arg, size_t i) {
 static void experts(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     int n = s->n, rows = n * w->n_used, limit = larger(n, w->n_used);
-    Matmul in[] = {{&w->router, s->normed, s->route, n},
-                   {&w->latent_down, s->normed, s->latent, n}};
+    Matmul in[2];
+    int k = 0;   // products
     bool latent = w->latent_down.data;
+    if (!s->m->config.routed_first) in[k++] = (Matmul){&w->router, s->normed, s->route, n};
+    if (latent) in[k++] = (Matmul){&w->latent_down, s->normed, s->latent, n};
     float *sum = latent ? s->latent_sum : s->out;
     if (w->router_norm.w) each_row(s, norm_row, &w->router_norm, n);
-    matmul(s->pool, &s->op_scratch, in, 1 + latent);
+    if (k) matmul(s->pool, &s->op_scratch, in, k);
     if (w->expert_norm.w) each_row(s, norm_row, &w->expert_norm, n);
     each_row(s, choose_experts, w, n);
     if (!s->op_scratch.base) count_experts(s, limit);
@@ -3733,7 +3834,6 @@ static void plan_experts(Session *s, Arena *a, const Widths *most) {
     const Config *c = &s->m->config;
     uint64_t n = s->o.chunk, rows = larger(n, c->n_used), f = sizeof(float);
     uint64_t wide = c->n_expert ? larger(c->dim, most->latent) : 0;   // of an expert's input
-    s->route = arena_take(a, n * larger(c->n_expert, 1), f);
     s->gathered = arena_take(a, rows * wide, f);
     s->expert_out = arena_take(a, rows * wide, f);
     s->latent = arena_take(a, n * most->latent, f);
@@ -8456,8 +8556,10 @@ static double token_bytes(const Session *s, int pos) {
         bool row = t->data == m->pos_embd.data || t->data == m->embd.data ||
                    t->data == m->layer_embd.data;
         bool experts = memmem(t->name.s, t->name.n, "_exps.", 6);
+        double times = rest.n < t->name.n ? c->n_loops : 1;   // of a layer
+        if (experts) times *= (double)c->n_used / c->n_expert;
         if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
-        else sum += tensor_bytes(t) * (experts ? (double)c->n_used / c->n_expert : 1);
+        else sum += tensor_bytes(t) * times;
     }
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
@@ -8873,7 +8975,8 @@ static void print_file(const Cli *cli) {
 // what Config says, the kinds of layers, the memory plan, the speed that memory allows
 static bool print_info(Cli *cli) {
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
-    static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU"};
+    static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU",
+                                       "ReLU", "xIELU"};
     static const char *const rope[] = {"RoPE on halves", "RoPE on neighbours", "no RoPE"};
     static const char *const kinds[] = {
         "attention", "attention in a window", "latent attention",
@@ -8887,9 +8990,10 @@ static bool print_info(Cli *cli) {
     printf("architecture %s%s: %s, %s, %s\n", c->name,
            c->verified ? "" : " (unverified: no golden output)", norm[c->norm],
            act[c->act], rope[c->rope]);
-    printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ",
-           c->n_layer, c->dim, seen->n_head, seen->n_kv ? seen->hd : 0, seen->n_kv, c->n_vocab,
-           c->n_ctx);
+    printf("  %d layers", c->n_layer);
+    if (c->n_loops > 1) printf(" (%d, run %d times)", c->n_layer / c->n_loops, c->n_loops);
+    printf(", dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ", c->dim,
+           seen->n_head, seen->n_kv ? seen->hd : 0, seen->n_kv, c->n_vocab, c->n_ctx);
     int count[COUNT(kinds)] = {0}, any = 0;
     for (const Layer *w = m->layers; w < m->layers + c->n_layer; w++) {
         if (w->n_kv && w->k_b.data) count[LATENT]++;
