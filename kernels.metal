@@ -15,6 +15,7 @@
 //       norm              norm
 //       gate_inputs       layer_input_row
 //       gate_heads        gate_row; the gate in delta_out_row, for KDA
+//       activate_xielu    xielu
 //       halve             (makes the activations of gemm halves)
 //    4. gemv              matmul for one token; epilogues: add_row, activate; head_products
 //       gemv_ring         the same, for GPUs that copy in the background
@@ -27,6 +28,7 @@
 //       rope              qkv_share
 //       flash_attention   attention
 //    7. choose_experts    choose_experts
+//       weigh_inputs      gather_row, where inputs are weighed
 //       experts_down      experts, for one token, after gemv
 //       sort_choices      sort_choices; also lists the tiles that gemm computes
 //       weigh_experts     the sum at the end of run_experts, and add_shared_row
@@ -259,7 +261,7 @@ enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
 enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: a norm, its weights, its bias
 enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see gemm; gemv: heads
 #ifndef METAL_HOST   // as in llm.c. RoPE's pairs are (i, i + n_rot / 2) or (2i, 2i + 1)
-enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };
+enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI, ACT_RELU, ACT_XIELU };
 enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
 #endif
 
@@ -275,7 +277,7 @@ enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
     X(EPILOGUE)      /* what becomes of a product */ \
     X(ACTIVATION)    /* the epilogue's */ \
     X(SOFTCAPPED)    /* scores or logits x become softcap * tanh(x / softcap) */ \
-    X(LIMITED)       /* the GLU: its two factors have a limit */ \
+    X(LIMITED)       /* the GLU: its two factors have a limit; 2: the activation's input has it */ \
     X(HEAD_DIM)      /* size of a head of Q and K, a multiple of 4; of a key of delta_rule */ \
     X(VALUE_DIM)     /* size of a head of V, a multiple of 4 */ \
     X(VALUE_STEP)    /* attention: from a row of V to the next; HEAD_DIM if V is part of K */ \
@@ -289,6 +291,7 @@ enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
     X(FUSED)       /* attention: it also norms Q and K, applies RoPE and writes the cache */ \
     X(MERGES)        /* attention: it begins early; a head's last threadgroup merges slices */ \
     X(CAUSAL)        /* a query does not see later positions */ \
+    X(SPANS)         /* it sees none before its own span */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
     X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups */ \
     X(RING)          /* gemv_ring: threadgroups that fit side by side, 1 or 2 */ \
@@ -368,15 +371,18 @@ struct attention_args {
     int32_t rows, window, keep;            // of the ring; see visible
     int32_t slices, q_step, k_step;        // steps: from a head's QK norm to the next one's, or 0
     float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
-    float temp, n_ctx;                     // see temperature; temp 0: none
+    float temp, n_ctx, first;              // see temperature; temp 0: none
+    int32_t span;                          // tokens of a span, if SPANS
 };
 struct choose_args { int32_t n_expert, n_used, sigmoid, normed, n_group, group_used; float scale; };
 // shared_cols: 0 without a shared expert; weighed: it has a router
 struct experts_args { struct product_args down; int32_t shared_cols, weighed; };
 struct sort_args { int32_t choices, n_expert, tiles, tile; };    // tile: choices in one
+struct weigh_inputs_args { int32_t dim, n_used, sorted; };   // sorted: by expert
 struct weigh_args { int32_t dim, n_used, shared, weighed; float factor; };
 struct conv_args { int32_t n, channels, past; };
 struct gate_args { int32_t n, each, softplus; };
+struct xielu_args { int32_t n; float alpha_n, alpha_p, beta, eps; };
 struct delta_args {
     int32_t n, n_key, n_value, dv, tiled;  // tiled: see key_tiled in llm.c
     int32_t share, step;                   // alpha, beta: heads side by side; floats of a token
@@ -860,6 +866,7 @@ static inline float activation(float x) {
         float t = 0.79788456f * x * (1.0f + 0.044715f * x * x);
         return 0.5f * x * (1.0f + tanh(clamp(t, -10.0f, 10.0f)));
     }
+    if (ACTIVATION == ACT_RELU) return x < 0.0f ? 0.0f : x;
     return x < 0.0f ? 0.0f : x * x;
 }
 
@@ -871,6 +878,7 @@ static inline void finish(device float *y, float v, float cap, float limit, floa
     if (EPILOGUE == EPILOGUE_GLU) {
         if (ACTIVATION == ACT_SWIGLU_OAI) v = 1.0f + limited(v, 7.0f);
         if (LIMITED) v = limited(v, limit);
+        if (LIMITED > 1 && other > limit) other = limit;
         float gate = activation(other);
         v *= LIMITED && gate > limit ? limit : gate;
     }
@@ -948,6 +956,15 @@ kernel void gate_inputs(device float *gate, device const float *inputs,
         constant struct input_args *a, PLACE) {
     int i = tg * MERGE_THREADS + tid, t = i / a->cols;
     if (t < a->n) gate[i] = activation(gate[i]) * inputs[(ulong)t * a->step + i % a->cols];
+}
+
+// x[n] = xielu(x), as in llm.c. Grid: a thread for each number.
+kernel void activate_xielu(device float *x, constant struct xielu_args *a, PLACE) {
+    int i = tg * MERGE_THREADS + tid;
+    if (i >= a->n) return;
+    float v = x[i], least = v > a->eps ? a->eps : v, below = a->beta + softplus(a->alpha_n);
+    float curve = v > 0.0f ? softplus(a->alpha_p) * v * v : below * (exp(least) - 1.0f - v);
+    x[i] = curve + a->beta * v;
 }
 
 // x[n] times gates z, each of which serves `each` numbers: their sigmoid, or softplus.
@@ -1530,9 +1547,11 @@ kernel void qk_norm(device const float *q_norm, device const float *k_norm,
 }
 
 // Does a query at pos_q see the key at pos_k (-1: the row is empty)? It sees itself, the window - 1
-// positions before it (and as many after it, unless CAUSAL), and the first `keep` positions.
+// positions before it (and as many after it, unless CAUSAL), and the first `keep` positions; if
+// SPANS, of these the ones in its own span.
 static inline bool visible(int pos_k, int pos_q, constant struct attention_args *a) {
-    return pos_k >= 0 && pos_k - pos_q < (CAUSAL ? 1 : a->window) &&
+    int start = SPANS ? pos_q / a->span * a->span : 0;
+    return pos_k >= start && pos_k - pos_q < (CAUSAL ? 1 : a->window) &&
            (pos_q - pos_k < a->window || pos_k < a->keep);
 }
 
@@ -1553,10 +1572,10 @@ static inline half cached_key(float k, device const float *v, int i,
     return (half)k;
 }
 
-// 1 + temp * ln(floor(pos / n_ctx) + 1), a factor of the query: some models sharpen attention so
+// 1 + temp * ln(floor((pos + first) / n_ctx) + 1), a factor of the query: see sharpen in llm.c
 static inline float temperature(int pos, constant struct attention_args *a) {
     if (a->temp == 0.0f) return 1.0f;
-    return 1.0f + a->temp * log(floor((float)pos / a->n_ctx) + 1.0f);
+    return 1.0f + a->temp * log(floor(((float)pos + a->first) / a->n_ctx) + 1.0f);
 }
 
 // the score of q and k from their product, times log2(e), since exp(x) = exp2(x * log2(e)); `far`
@@ -2504,6 +2523,20 @@ kernel void choose_experts(device float *route, device const float *bias, device
     float scale = a->normed ? a->scale / max(sum, 6.103515625e-5f) : a->scale;
     if (scores != scores) scale = scores;                     // a NaN is never chosen, but counts
     for (int k = 0; lane == 0 && k < a->n_used; k++) weight[k] *= scale;
+}
+
+// to[n * n_used][dim] = weight * x for each choice of n tokens, which sort_choices has sorted if
+// there are several. The weight becomes 1: it is a factor of the input instead of the result.
+// Grid: a threadgroup for each choice.
+kernel void weigh_inputs(device const float *x, device const int *order, device float *weight,
+        device float *to, constant struct weigh_inputs_args *a, PLACE) {
+    int choice = a->sorted ? order[tg] : (int)tg;
+    float factor = weight[choice];
+    x += (ulong)(choice / a->n_used) * a->dim;
+    to += (ulong)tg * a->dim;
+    for (int i = tid; i < a->dim; i += nsg * SIMD_LANES) to[i] = factor * x[i];
+    threadgroup_barrier(mem_flags::mem_device);           // all threads have the weight
+    if (tid == 0) weight[choice] = 1.0f;
 }
 
 // y[dim] = sum over k of weight[k] * (down of expert chosen[k] times up[k]), with the epilogue. A

@@ -721,7 +721,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
         bool mixes = w->n_kv || w->mixer, feeds = w->up.data;   // hybrids may lack one
         Sum mixed = {.post = &w->attn_post_norm, .again = &w->attn_norm_2};
         Sum fed = {.post = &w->ffn_post_norm, .scale = w->out_scale};
-        if (c->routed_first) product(s, &w->router, s->x, s->route);
+        if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
 
         // x += attention(norm(x)): tokens look at each other. Side by side both read the same x
         if (mixes) {

@@ -911,7 +911,7 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
     d->bound[AT_OTHER] = p->e.other;
     d->constant[C_EPILOGUE] = p->e.kind;
     d->constant[C_SOFTCAPPED] = p->e.softcap > 0;
-    d->constant[C_LIMITED] = p->e.limit > 0;
+    if (p->e.limit > 0) d->constant[C_LIMITED] = 1 + s->m->config.limit_first;
     d->constant[C_ACTIVATION] = s->m->config.act;
     d->constant[C_EXPERTS] = p->experts;
     for (int i = p->k; i < 3; i++) d->constant[C_FORMAT_0 + i] = p->w[p->k - 1]->type;
@@ -931,7 +931,7 @@ static bool run_ring(Session *s, const Products *p, Dispatch *d, struct product_
     Gpu *g = s->gpu;
     size_t bytes = 0;
     int piece = 0, stride = 0;
-    if (!g->room || p->n > 1 || p->experts == EXPERTS_HEADS) return false;
+    if (!g->room || p->n > 1 || p->experts >= EXPERTS_SORTED) return false;   // several inputs
     for (int i = 0; i < p->k; i++) {
         if (quant_row_bytes(p->w[i]->type, 1)) return false;   // floats have rows of one weight
         bytes += (size_t)a->w[i].row_bytes * p->w[i]->rows * a->tokens;
@@ -969,8 +969,9 @@ static bool run_ring(Session *s, const Products *p, Dispatch *d, struct product_
 static void run_gemv(Session *s, Products p) {   // for one token, or n of a router or heads
     const Norm *norm = p.in.norm;
     struct product_args a;
-    bool chosen = p.experts == EXPERTS_GATHER;
-    bool staged = p.n == 1 && p.w[0]->cols <= STAGED_COLS && !quant_row_bytes(p.w[0]->type, 1);
+    bool own = p.experts == EXPERTS_SORTED, chosen = own || p.experts == EXPERTS_GATHER;
+    bool one = p.n == 1 && !own;   // input
+    bool staged = one && p.w[0]->cols <= STAGED_COLS && !quant_row_bytes(p.w[0]->type, 1);
     int nsg = staged ? STAGED_SIMDGROUPS : GEMV_SIMDGROUPS;   // floats have rows of one weight
     Dispatch d = {.kernel = "gemv", .n = GEMV_BUFFERS, .threads = nsg * SIMD_LANES,
                   .shared = staged ? staged_floats(p.w[0]->cols) : nsg * X_FLOATS,
@@ -980,7 +981,8 @@ static void run_gemv(Session *s, Products p) {   // for one token, or n of a rou
     bind_products(s, &d, &a, &p);
     if (norm) d.bound[GEMV_NORM] = norm->w, d.bound[GEMV_NORM_BIAS] = norm->b;
     if (chosen) d.bound[GEMV_CHOSEN] = s->chosen;
-    if (chosen) a.tokens = a.each, a.x_step = 0;
+    if (chosen) a.tokens = a.each;
+    if (chosen && !own) a.x_step = 0;
     if (run_ring(s, &p, &d, &a)) return;
     for (int i = 0; i < p.k; i++) all += p.w[i]->rows * a.tokens;
     for (int i = 0; i < counted; i++)
@@ -1128,12 +1130,14 @@ static void run_attention(Session *s, const Layer *w, int n) {
     int lanes = attention_lanes(w->hd, w->vd);
     Spread spread = attention_spread(g, w, ring_used(s, kv->rows, n), n);
     int heads = spread.heads, slices = spread.slices, nsg = spread.nsg;
+    bool spans = c->span && w->window;
     struct attention_args a = {
         n, w->n_head, w->n_kv, w->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
         slices,
         qn->n > w->hd ? w->hd : 0,
         kn->n > w->hd ? w->hd : 0,
-        c->eps, c->attn_scale, c->attn_cap, c->clamp_qkv, c->sharpen_scale, c->sharpen_length};
+        c->eps, c->attn_scale, c->attn_cap, c->clamp_qkv,
+        spans ? 0 : c->sharpen_scale, c->sharpen_length, c->span > 0, c->span};
     float *q = is_gated(w) ? s->mix : s->q;
     float *angles = s->angles[w->window ? WINDOWED : FULL];
     Dispatch d = {
@@ -1147,7 +1151,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
                      [C_MERGES] = spread.merges,
-                     [C_CAUSAL] = c->causal}};
+                     [C_CAUSAL] = c->causal, [C_SPANS] = spans}};
     if (qk_normed & 12)
         run_stretch(g, &d, &a, "qk_norm", AT_Q_NORM, AT_Q, 2 * n, NORM_THREADS, NORM_FLOATS);
     if (c->values_normed && own)
@@ -1222,6 +1226,15 @@ static void run_latent(Session *s, const Layer *w, Input in, int n) {
     if (w->attn_gate.data) run_gates(s, w, in, s->mix, w->v_b.rows, n);
 }
 
+// y[n][ff] = xielu(up in), with the layer's numbers
+static void run_xielu(Session *s, const Matrix *up, Input in, float *y, int n) {
+    const Layer *w = &s->m->layers[s->l];
+    struct xielu_args a = {n * up->rows, w->xielu.alpha_n, w->xielu.alpha_p, w->xielu.beta,
+                           w->xielu.eps};
+    run_product(s, up, in, y, n, STORE);
+    run_kernel(s, a, "activate_xielu", {y}, 1, div_up(a.n, MERGE_THREADS), MERGE_THREADS, 0, {0});
+}
+
 // y[n][ff] = activation(gate in) * (up in), or activation(up in) without a gate: one dispatch; for
 // a chunk two, or three with a gate, whose product goes to h[n][ff]. Experts have n * n_used rows.
 // limit: of activation(gate in) and up in, or 0.
@@ -1232,6 +1245,7 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     Epilogue act = {.kind = EPILOGUE_ACT, .factor = 1};
     int k = gate->data ? 2 : 1;   // matrices, the last of the pair
     Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts};
+    if (s->m->config.act == ACT_XIELU) return run_xielu(s, up, in, y, n);
     if (n == 1) return run_gemv(s, p);
     if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts});
     if (k > 1) in.x = NULL;
@@ -1245,6 +1259,17 @@ static void run_inputs(Session *s, int n) {   // s->gate = activation(s->gate) *
                div_up(n * a.cols, MERGE_THREADS), MERGE_THREADS, 0, {[C_ACTIVATION] = c->act});
 }
 
+// An input for each choice: its token's, times the weight, for EXPERTS_SORTED
+static Input run_weighed(Session *s, const Layer *w, Input in, int n) {
+    struct weigh_inputs_args a = {w->up.cols, w->n_used, n > 1};
+    const Config *c = &s->m->config;
+    if (in.norm) run_norm(s, in.x, in.norm, c->norm, a.dim, s->normed, n, STORE);
+    run_kernel(s, a, "weigh_inputs", {in.norm ? s->normed : in.x, s->order, s->weight,
+                                      s->gpu->gate}, 4, n * w->n_used,
+               threads_for(a.dim, NORM_THREADS), 0, {0});
+    return (Input){s->gpu->gate, NULL};
+}
+
 // The router's choice, and the chosen experts up to their last product, in g->up. The shared expert
 // gets as far in s->up; its router's product goes to s->gathered.
 static void run_choice(Session *s, const Layer *w, Input in, int n) {
@@ -1254,9 +1279,10 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     struct choose_args a = {c->n_expert, w->n_used, c->gating == GATING_SIGMOID, c->gates_normed,
                             c->n_group, c->n_group_used, c->gates_scale};
     Input x = in;   // first the router's, then the experts'
+    int first = c->routed_first, end = w->shared_router.data ? 2 : 1, from = EXPERTS_GATHER;
     if (w->router_norm.w) x = run_input(s, s->x, &w->router_norm, s->gathered, n);
-    run_gemv(s, (Products){routers, 1 + (w->shared_router.data != NULL), x, to, n, STORE,
-                          EXPERTS_NONE});
+    Products products = {routers + first, end - first, x, to + first, n, STORE, EXPERTS_NONE};
+    if (first < end) run_gemv(s, products);
     run_kernel(s, a, "choose_experts", {s->route, w->router_bias, s->chosen, s->weight}, 4, n,
                SIMD_LANES, c->n_group, {[C_BIASES] = w->router_bias != NULL});
     if (w->shared_up.data)
@@ -1273,7 +1299,8 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
         run_product(s, &w->latent_down, x, s->latent, n, STORE);
         x = (Input){s->latent, NULL};
     }
-    run_ffn(s, &w->gate, &w->up, x, s->gpu->gate, s->gpu->up, n, EXPERTS_GATHER, w->limit_experts);
+    if (c->inputs_weighed) x = run_weighed(s, w, x, n), from = EXPERTS_SORTED;
+    run_ffn(s, &w->gate, &w->up, x, s->gpu->gate, s->gpu->up, n, from, w->limit_experts);
 }
 
 // y[n][dim] = the weighted sum of the experts' results, plus the shared expert's if it has data,
@@ -1435,6 +1462,9 @@ static void run_layer(Session *s, const Layer *w, int n) {
     float *sum = w->side_by_side ? s->out : s->x, *base = s->x;
     bool moe = w->router.data, latent = w->k_b.data, both = w->n_kv && w->mixer;
     const Norm none = {0}, *post = both ? &none : &w->attn_post_norm;   // of attention
+    const Matrix *router = &w->router;
+    if (moe && s->m->config.routed_first)
+        run_gemv(s, (Products){&router, 1, {s->x, NULL}, &s->route, n, STORE, EXPERTS_NONE});
     Input in = run_input(s, s->x, &w->attn_norm, s->normed, n);
     if (w->n_kv) {
         if (latent) run_latent(s, w, in, n);
@@ -1513,7 +1543,9 @@ static void run_layers(Session *s, int n) {
     if (c->embd_normed || m->embd_norm.w)
         run_norm(s, s->x, &m->embd_norm, c->norm, c->dim, s->x, n, STORE);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
+        const Norm *last = &m->layers[s->l].last_norm;
         run_layer(s, &m->layers[s->l], n);
+        if (last->w) run_norm(s, s->x, last, c->norm, c->dim, s->x, n, STORE);
         // Apple's GPU begins on these layers while the next are encoded
         int done = s->l + 1;
         if (n > 1 ? done % split == 0 : done == EARLY_LAYERS) device_begin(s->gpu);
@@ -1596,11 +1628,10 @@ static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
 // What the GPU cannot run in this model, or NULL: heads too wide for registers or no multiple of 4,
 // which holds for KDA's alpha_a, too; a layer's scale or own inputs if the layer does not end with
 // a norm, or the scale is 0; post-norms without an FFN; scales and biases of latent heads; a QK
-// norm over all heads after RoPE; spans of attention; a convolution over more than two threads'
-// tokens; tensors that are not aligned to 16 bytes
+// norm over all heads after RoPE; a convolution over more than two threads' tokens; tensors that
+// are not aligned to 16 bytes
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
-    if (c->span) return "spans of attention";
     if (c->conv > CONV_TOKENS + 1) return "convolution";
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
@@ -1641,7 +1672,8 @@ static void plan_gpu(Session *s, Arena *a) {
     g->now = arena_take(a, NOW_SIZE + heads, sizeof *g->now);
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
-    wide = larger(n * wide, choices * half_step(ff));
+    size_t most = c->inputs_weighed ? larger(ff, out) : ff;   // out: as an expert's input
+    wide = larger(n * wide, choices * half_step(most));
     g->halves = arena_take(a, wide, sizeof *g->halves);
     g->powers = arena_take(a, wide / GEMM_K, sizeof *g->powers);   // rows have that at least
     g->gate = arena_take(a, choices * larger(ff, out), sizeof *g->gate);
