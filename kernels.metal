@@ -15,7 +15,6 @@
 //       norm              norm
 //       gate_inputs       layer_input_row
 //       gate_heads        gate_row; the gate in delta_out_row, for KDA
-//       activate_xielu    xielu
 //       halve             (makes the activations of gemm halves)
 //    4. gemv              matmul for one token; epilogues: add_row, activate; head_products
 //       gemv_ring         the same, for GPUs that copy in the background
@@ -358,21 +357,22 @@ struct norm_args {
 };
 struct input_args { int32_t n, cols, step; };
 struct halve_args { int32_t cols, step; };
+struct finish_args { float softcap, limit, alpha_n, alpha_p, beta, eps; };   // the last: xIELU's
 struct product_args {
     struct kernel_matrix w[4];
     int32_t cols, x_step, tokens;          // x_step: from an input of gemv to the next
     int32_t each;                          // choices, or heads, of a token
     int32_t units;                         // of all matrices; in gemm: the most tiles of tokens
     int32_t piece, pieces, stride, slots;  // of gemv_ring, whose units are its threadgroups
-    float eps, softcap, factor, limit;     // factor: of W x + bias; limit: the GLU's
+    float eps, factor;                     // factor: of W x + bias
+    struct finish_args end;
 };
 struct attention_args {
     int32_t n, n_head, n_kv, n_rot, sinks; // n: queries; sinks: 1 if heads have attention sinks
-    int32_t rows, window, keep;            // of the ring; see visible
+    int32_t rows, window, keep, span;      // of the ring; see visible
     int32_t slices, q_step, k_step;        // steps: from a head's QK norm to the next one's, or 0
     float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
     float temp, n_ctx, first;              // see temperature; temp 0: none
-    int32_t span;                          // tokens of a span, if SPANS
 };
 struct choose_args { int32_t n_expert, n_used, sigmoid, normed, n_group, group_used; float scale; };
 // shared_cols: 0 without a shared expert; weighed: it has a router
@@ -382,7 +382,6 @@ struct weigh_inputs_args { int32_t dim, n_used, sorted; };   // sorted: by exper
 struct weigh_args { int32_t dim, n_used, shared, weighed; float factor; };
 struct conv_args { int32_t n, channels, past; };
 struct gate_args { int32_t n, each, softplus; };
-struct xielu_args { int32_t n; float alpha_n, alpha_p, beta, eps; };
 struct delta_args {
     int32_t n, n_key, n_value, dv, tiled;  // tiled: see key_tiled in llm.c
     int32_t share, step;                   // alpha, beta: heads side by side; floats of a token
@@ -870,17 +869,32 @@ static inline float activation(float x) {
     return x < 0.0f ? 0.0f : x * x;
 }
 
-// *y = v after soft cap and epilogue, which may read `other`; limit: of the GLU's factors
-static inline void finish(device float *y, float v, float cap, float limit, float other) {
-    if (EPILOGUE != EPILOGUE_GLU) v = softcap(v, cap);
+// log(1 + exp(x)); where exp(x) is small, 1 + exp(x) alone would lose its digits
+static inline float softplus(float x) {
+    float e = exp(x), one = 1.0f + e;
+    if (x > 20.0f) return x;
+    return one == 1.0f ? e : log(one) * (e / (one - 1.0f));
+}
+
+// xielu in llm.c
+static inline float activation_xielu(float x, constant struct finish_args *a) {
+    float below = a->beta + softplus(a->alpha_n), least = x > a->eps ? a->eps : x;
+    float curve = x > 0.0f ? softplus(a->alpha_p) * x * x : below * (exp(least) - 1.0f - x);
+    return curve + a->beta * x;
+}
+
+// *y = v after soft cap and epilogue, which may read `other`; a: 0 if all in it is 0
+static inline void finish(device float *y, float v, constant struct finish_args *a, float other) {
+    if (EPILOGUE != EPILOGUE_GLU && SOFTCAPPED) v = softcap(v, a->softcap);
     if (EPILOGUE == EPILOGUE_ADD) v += other;
-    if (EPILOGUE == EPILOGUE_ACT) v = activation(v);
+    if (EPILOGUE == EPILOGUE_ACT && ACTIVATION == ACT_XIELU) v = activation_xielu(v, a);
+    else if (EPILOGUE == EPILOGUE_ACT) v = activation(v);
     if (EPILOGUE == EPILOGUE_GLU) {
         if (ACTIVATION == ACT_SWIGLU_OAI) v = 1.0f + limited(v, 7.0f);
-        if (LIMITED) v = limited(v, limit);
-        if (LIMITED > 1 && other > limit) other = limit;
+        if (LIMITED) v = limited(v, a->limit);
+        if (LIMITED > 1 && other > a->limit) other = a->limit;
         float gate = activation(other);
-        v *= LIMITED && gate > limit ? limit : gate;
+        v *= LIMITED && gate > a->limit ? a->limit : gate;
     }
     *y = v;
 }
@@ -889,13 +903,6 @@ static inline void finish(device float *y, float v, float cap, float limit, floa
 static inline bool has_other(void) { return EPILOGUE == EPILOGUE_ADD || EPILOGUE == EPILOGUE_GLU; }
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
-
-// log(1 + exp(x)); where exp(x) is small, 1 + exp(x) alone would lose its digits
-static inline float softplus(float x) {
-    float e = exp(x), one = 1.0f + e;
-    if (x > 20.0f) return x;
-    return one == 1.0f ? e : log(one) * (e / (one - 1.0f));
-}
 
 // ---- 3. embed, norms ----
 //
@@ -944,7 +951,7 @@ kernel void norm(device const float *x, device const float *w, device const floa
         if (NORMED & NORM_WEIGHTS) v = v * four_floats(w + own, i, a->cols);
         if (NORMED & NORM_BIAS) v = v + four_floats(bias + own, i, a->cols);
         for (int e = 0; e < 4 && i + e < a->cols; e++) {
-            finish(&y[at + i + e], v[e] * a->factor, 0.0f, 0.0f, before[e]);
+            finish(&y[at + i + e], v[e] * a->factor, 0, before[e]);
             if (a->scale != 1.0f) y[at + i + e] *= a->scale;
         }
     }
@@ -956,15 +963,6 @@ kernel void gate_inputs(device float *gate, device const float *inputs,
         constant struct input_args *a, PLACE) {
     int i = tg * MERGE_THREADS + tid, t = i / a->cols;
     if (t < a->n) gate[i] = activation(gate[i]) * inputs[(ulong)t * a->step + i % a->cols];
-}
-
-// x[n] = xielu(x), as in llm.c. Grid: a thread for each number.
-kernel void activate_xielu(device float *x, constant struct xielu_args *a, PLACE) {
-    int i = tg * MERGE_THREADS + tid;
-    if (i >= a->n) return;
-    float v = x[i], least = v > a->eps ? a->eps : v, below = a->beta + softplus(a->alpha_n);
-    float curve = v > 0.0f ? softplus(a->alpha_p) * v * v : below * (exp(least) - 1.0f - v);
-    x[i] = curve + a->beta * v;
 }
 
 // x[n] times gates z, each of which serves `each` numbers: their sigmoid, or softplus.
@@ -1058,7 +1056,7 @@ static inline void gemv_unit(int format, int which, int unit, int expert, device
     gemv_product(format, which, unit, expert, w, bias, scales, in, a, v);
     QUANT_UNROLL for (int r = 0; r < R; r++)
         if (in->lane == 0 && row + r < a->w[which].rows)
-            finish(&y[row + r], v[r], a->softcap, a->limit,
+            finish(&y[row + r], v[r], &a->end,
                    EPILOGUE == EPILOGUE_ADD ? other[row + r] : gate[r]);
 }
 
@@ -1454,7 +1452,7 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
             device const float *bias = OF_THREE(which, bias0, bias1, bias2);
             float v = ring_result(own + step - 1, which, mine.row, choice, scale, bias,
                                   IS_GLU ? scale1 : scale0, a);
-            finish(y, v, a->softcap, a->limit, before);
+            finish(y, v, &a->end, before);
         }
         sums += half_way;                                 // the other buffer
         half_way = -half_way;
@@ -1546,9 +1544,8 @@ kernel void qk_norm(device const float *q_norm, device const float *k_norm,
     }
 }
 
-// Does a query at pos_q see the key at pos_k (-1: the row is empty)? It sees itself, the window - 1
-// positions before it (and as many after it, unless CAUSAL), and the first `keep` positions; if
-// SPANS, of these the ones in its own span.
+// Does a query at pos_q see the key at pos_k (-1: an empty row)? It sees itself, window - 1 before
+// it (and after it, unless CAUSAL), and the first `keep`; if SPANS, none before its own span.
 static inline bool visible(int pos_k, int pos_q, constant struct attention_args *a) {
     int start = SPANS ? pos_q / a->span * a->span : 0;
     return pos_k >= start && pos_k - pos_q < (CAUSAL ? 1 : a->window) &&
@@ -2170,7 +2167,7 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
                        a->w[which].out_step + r;
             float v = patch[k * PATCH_STRIDE + (int)lane % wide] * (scale * powers[from[at]]);
             if (BIASES >> which & 1) v += bias[r];
-            finish(&y[to], v * a->factor, a->softcap, a->limit, has_other() ? other[to] : 0.0f);
+            finish(&y[to], v * a->factor, &a->end, has_other() ? other[to] : 0.0f);
         }
         simdgroup_barrier(mem_flags::mem_threadgroup);        // it is used
     }
@@ -2565,7 +2562,7 @@ kernel void experts_down(device const uchar *down, device const uchar *shared_do
     }
     for (int r = 0; r < R; r++)
         if (lane == 0 && row + r < a->down.w[0].rows)
-            finish(&y[row + r], sum[r], 0.0f, 0.0f, has_other() ? other[row + r] : 0.0f);
+            finish(&y[row + r], sum[r], 0, has_other() ? other[row + r] : 0.0f);
 }
 
 // Sorts a chunk's choices by expert: order[i] = token * n_used + k is choice k of a token, and
@@ -2624,7 +2621,7 @@ kernel void weigh_experts(device const float *out, device const float *weight,
         ulong at = (ulong)tg * a->dim + j;
         float sum = a->shared ? factor * shared_out[at] : 0.0f;
         for (int k = 0; k < a->n_used; k++) sum += weight[k] * out[(ulong)place[k] * a->dim + j];
-        finish(&y[at], sum * a->factor, 0.0f, 0.0f, has_other() ? other[at] : 0.0f);
+        finish(&y[at], sum * a->factor, 0, has_other() ? other[at] : 0.0f);
     }
 }
 

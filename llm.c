@@ -442,7 +442,6 @@ static void sharpen(const Session *s, float *q, size_t n, int pos);
 static void activate(float *out, const float *gate, const float *up, int n, int act);
 static void activate_limited(const Config *c, float *gate, float *up, int n, float limit);
 static void xielu(float *x, int n, const Layer *w);
-static void last_norm_row(Session *s, const void *w, size_t i);   // x = norm(x)
 static float rope_scaling(const Model *m, int kind, int window, double *freq);
 static void alibi_slopes(float *slope, int n_head, float max_bias);
 
@@ -580,6 +579,7 @@ struct Sum {
     const Norm *post;          // of out before the sum; in an encoder of the sum
     const Norm *again;         // then the block's input is added, too, and the sum normed
     const float *scale;        // [1] factor of the stream after the sum
+    const Norm *last;          // of the stream after that
 };
 
 static void add_row(Session *s, const void *arg, size_t i) {
@@ -590,6 +590,7 @@ static void add_row(Session *s, const void *arg, size_t i) {
     if (normed && !c->encoder) norm(out, out, c->dim, sum->post, c->norm, c->eps);
     add_scaled(x, out, c->dim, c->residual_scale);
     if (sum->scale) scale(x, c->dim, *sum->scale);
+    if (sum->last && sum->last->w) norm(x, x, c->dim, sum->last, c->norm, c->eps);
     if (normed && c->encoder) norm(x, x, c->dim, sum->post, c->norm, c->eps);
     if (!sum->again || !sum->again->w) return;
     add_scaled(x, s->normed + i * c->dim, c->dim, 1);
@@ -680,11 +681,10 @@ static void attention_block(Session *s) {
 typedef struct { const Matrix *gate, *up, *down; float limit; } Ffn;
 static void activate_row(Session *s, const void *arg, size_t i) {   // up = silu(gate) * up
     const Ffn *f = arg;
-    const Config *c = &s->m->config;
-    int ff = f->up->rows, act = c->act;
+    int ff = f->up->rows, act = s->m->config.act;
     float *up = s->up + i * ff, *gate = f->gate->data ? s->gate + i * ff : NULL;
     if (act == ACT_XIELU) xielu(up, ff, &s->m->layers[s->l]);
-    else if (gate && f->limit > 0) activate_limited(c, gate, up, ff, f->limit);
+    else if (gate && f->limit > 0) activate_limited(&s->m->config, gate, up, ff, f->limit);
     else if (gate && act == ACT_SILU) swiglu(up, gate, up, ff);
     else activate(up, gate, up, ff, act);
 }
@@ -720,7 +720,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
         const Layer *w = &s->m->layers[s->l];
         bool mixes = w->n_kv || w->mixer, feeds = w->up.data;   // hybrids may lack one
         Sum mixed = {.post = &w->attn_post_norm, .again = &w->attn_norm_2};
-        Sum fed = {.post = &w->ffn_post_norm, .scale = w->out_scale};
+        Sum fed = {.post = &w->ffn_post_norm, .scale = w->out_scale, .last = &w->last_norm};
         if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
 
         // x += attention(norm(x)): tokens look at each other. Side by side both read the same x
@@ -740,7 +740,6 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
             if (w->input_gate.data) add_layer_input(s, &fed);
             each_row(s, add_row, &fed, n);
         }
-        if (w->last_norm.w) each_row(s, last_norm_row, &w->last_norm, n);
     }
 }
 
@@ -1957,8 +1956,7 @@ static const Key KEYS[] = {
     {"shortconv.l_cache", INT, CONFIG(conv), 1, MOST_TAPS, "lfm2* lfm2moe*"},
     {"kda.head_dim", INT, CONFIG(kda), 1, 4096, "kimi-linear* bailingmoe3*"},
     {"kda.gate_lower_bound", REAL, CONFIG(kda_lower), -FLT_MAX, -FLT_MIN, "bailingmoe3*"},
-    // without the architecture's name
-    {"xielu.alpha_n", REAL, LAYER(xielu.alpha_n), ANY, "apertus*"},
+    {"xielu.alpha_n", REAL, LAYER(xielu.alpha_n), ANY, "apertus*"},   // without a name in front
     {"xielu.alpha_p", REAL, LAYER(xielu.alpha_p), ANY, "apertus*"},
     {"xielu.beta", REAL, LAYER(xielu.beta), ANY, "apertus*"},
     {"xielu.eps", REAL, LAYER(xielu.eps), ANY, "apertus*"},
@@ -2159,6 +2157,13 @@ static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
     return w;
 }
 
+// n factors: `by`, or those in x times it
+static float *scaled(Loader *ld, const float *x, int n, float by) {
+    float *v = keep_memory(ld, n * sizeof *v);
+    for (int i = 0; v && i < n; i++) v[i] = x ? x[i] * by : by;
+    return v;
+}
+
 static Norm need_norm(Loader *ld, const char *name, int n) {
     Norm w = load_norm(ld, name, 1, n);
     require(ld, w.w, name, ".weight");
@@ -2230,11 +2235,8 @@ static void load_qk_norms(Loader *ld, Layer *w) {
     *q = load_norm(ld, "attn_q_norm", w->n_head, w->hd);
     *k = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
     bool maverick = ld->m->config.n_expert == 128;   // the larger Llama 4 has none
-    if (ld->arch->flags & QK_NORM_BARE && w->window && !maverick && !q->w) {
-        float *ones = keep_memory(ld, w->hd * sizeof *ones);
-        for (int i = 0; ones && i < w->hd; i++) ones[i] = 1;
-        *q = *k = (Norm){.w = ones, .n = w->hd, .group = w->hd};
-    }
+    if (ld->arch->flags & QK_NORM_BARE && w->window && !maverick && !q->w)
+        *q = *k = (Norm){.w = scaled(ld, NULL, w->hd, 1), .n = w->hd, .group = w->hd};
     if (w->k.data && !q->w != !k->w)
         require(ld, NULL, q->w ? "attn_k_norm" : "attn_q_norm", ".weight");
     w->heads_alone = (!q->w || q->n == w->hd) && (!k->w || k->n == w->hd);
@@ -2289,7 +2291,7 @@ static int load_ffn(Loader *ld, const FfnNames *name, int cols, int ff, int n, M
     bool gated = c->act != ACT_RELU2 && (c->act != ACT_GELU || c->norm == NORM_RMS);
     bool alone = c->act == ACT_XIELU;
     if (gated && !alone) require(ld, w[0]->data, name->gate, ".weight");
-    if (alone && w[0]->data) refuse(ld, "layer %d: xIELU with a gate", ld->l);
+    if (alone && (w[0]->data || n > 1)) refuse(ld, "layer %d: xIELU with gates, or experts", ld->l);
     *w[2] = need_matrix(ld, name->down, ff, cols, n);
     return ff;
 }
@@ -2630,20 +2632,16 @@ static void load_config(Loader *ld) {
     if (ld->ok) derive_config(ld);
 }
 
-// Nanbeige runs all its layers n_loops times. So the layers are listed once for each loop, with the
-// same weights and caches of their own; between loops the stream is normed.
-static void repeat_layers(Loader *ld) {
-    Model *m = ld->m;
+// Nanbeige runs all its layers several times: they are listed once for each loop, with the same
+// weights and caches of their own. Between loops the stream is normed, unless `bare`.
+static void repeat_layers(Model *m, bool bare) {
     int n = m->config.n_layer, all = n * m->config.n_loops;
-    Layer *layers = realloc(m->layers, all * sizeof *layers);
-    if (!layers) refuse(ld, "out of memory");
-    if (!layers) return;
+    Layer *w = m->layers;
     for (int l = n; l < all; l++) {
-        layers[l] = layers[l - n];
-        layers[l].source += n;
+        w[l] = w[l - n];
+        w[l].source += n;
     }
-    for (int l = n; l < all && !ld->hints.loops_bare; l += n) layers[l - 1].last_norm = m->out_norm;
-    m->layers = layers;
+    for (int l = n; l < all && !bare; l += n) w[l - 1].last_norm = m->out_norm;
     m->config.n_layer = all;
 }
 
@@ -2685,14 +2683,14 @@ static bool weights_load(Model *m, Error *e) {
     m->dense[0] = load_matrix(&ld, "dense_2", c->dim, 0, 1);
     m->dense[1] = load_matrix(&ld, "dense_3", m->dense[0].rows, 0, 1);
     if (c->per_layer) load_inputs(&ld, NULL);
-    m->layers = calloc(c->n_layer, sizeof *m->layers);
+    m->layers = calloc((size_t)c->n_layer * c->n_loops, sizeof *m->layers);
     if (!m->layers) refuse(&ld, "out of memory");
     for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) {
         snprintf(ld.prefix, sizeof ld.prefix, "blk.%d.", ld.l);
         load_layer(&ld, &m->layers[ld.l]);
     }
     if (ld.ok) check_tensors(&ld);
-    if (ld.ok && c->n_loops > 1) repeat_layers(&ld);
+    if (ld.ok) repeat_layers(m, ld.hints.loops_bare);
     const Meta *never = gguf_find(m->gguf, "tokenizer.ggml.suppress_tokens");
     for (uint64_t i = 0; never && gguf_size[never->elem] && i < never->n; i++)
         if (!tokens_add(&m->suppressed, meta_int(never, i))) refuse(&ld, "out of memory");
@@ -2839,12 +2837,6 @@ static void sharpen(const Session *s, float *q, size_t n, int pos) {
 
 // ---- 15. steps of blocks ----
 
-static void last_norm_row(Session *s, const void *w, size_t i) {
-    const Config *c = &s->m->config;
-    float *x = s->x + i * c->dim;
-    norm(x, x, c->dim, w, c->norm, c->eps);
-}
-
 // x within -limit .. limit. A NaN stays one, as everywhere: fminf and fmaxf would make it a number,
 // and a damaged model would go on talking.
 static inline float within(float x, float limit) {
@@ -2970,12 +2962,6 @@ static void gate_attention(Session *s, float *x, int width) {
 // weights are read, and decoded, once for all its tokens. A shared expert sees every token. Latent
 // experts have an input of a width of their own: one product makes it, one widens their sum.
 
-static void halve_scale(Loader *ld, Matrix *w, int n) {   // of a matrix, or those of n experts
-    float *half = keep_memory(ld, n * sizeof *half);
-    for (int i = 0; half && i < n; i++) half[i] = w->scale ? w->scale[i] / 2 : 0.5f;
-    w->scale = half;
-}
-
 static void load_experts(Loader *ld, Layer *w) {
     static const FfnNames sparse = {"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps",
                                     "ffn_gate_up_exps"};
@@ -3014,8 +3000,8 @@ static void load_experts(Loader *ld, Layer *w) {
         w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
     }
     if (ld->arch->flags & SHARED_AVERAGED && w->shared_up.data) {
-        halve_scale(ld, &w->down, n);
-        halve_scale(ld, &w->shared_down, 1);
+        w->down.scale = scaled(ld, w->down.scale, n, 0.5f);
+        w->shared_down.scale = scaled(ld, w->shared_down.scale, 1, 0.5f);
     }
     if (latent && w->shared_router.data)
         refuse(ld, "layer %d: latent experts beside a weighed one", ld->l);
@@ -3182,14 +3168,11 @@ static void add_shared_row(Session *s, const void *arg, size_t i) {
 static void experts(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     int n = s->n, rows = n * w->n_used, limit = larger(n, w->n_used);
-    Matmul in[2];
-    int k = 0;   // products
     bool latent = w->latent_down.data;
-    if (!s->m->config.routed_first) in[k++] = (Matmul){&w->router, s->normed, s->route, n};
-    if (latent) in[k++] = (Matmul){&w->latent_down, s->normed, s->latent, n};
     float *sum = latent ? s->latent_sum : s->out;
     if (w->router_norm.w) each_row(s, norm_row, &w->router_norm, n);
-    if (k) matmul(s->pool, &s->op_scratch, in, k);
+    if (!s->m->config.routed_first) product(s, &w->router, s->normed, s->route);
+    if (latent) product(s, &w->latent_down, s->normed, s->latent);
     if (w->expert_norm.w) each_row(s, norm_row, &w->expert_norm, n);
     each_row(s, choose_experts, w, n);
     if (!s->op_scratch.base) count_experts(s, limit);
@@ -8990,10 +8973,9 @@ static bool print_info(Cli *cli) {
     printf("architecture %s%s: %s, %s, %s\n", c->name,
            c->verified ? "" : " (unverified: no golden output)", norm[c->norm],
            act[c->act], rope[c->rope]);
-    printf("  %d layers", c->n_layer);
-    if (c->n_loops > 1) printf(" (%d, run %d times)", c->n_layer / c->n_loops, c->n_loops);
-    printf(", dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ", c->dim,
-           seen->n_head, seen->n_kv ? seen->hd : 0, seen->n_kv, c->n_vocab, c->n_ctx);
+    printf("  %d layers, dim %d, %d heads of %d on %d KV heads, vocabulary %d, context %d\n ",
+           c->n_layer, c->dim, seen->n_head, seen->n_kv ? seen->hd : 0, seen->n_kv, c->n_vocab,
+           c->n_ctx);
     int count[COUNT(kinds)] = {0}, any = 0;
     for (const Layer *w = m->layers; w < m->layers + c->n_layer; w++) {
         if (w->n_kv && w->k_b.data) count[LATENT]++;
@@ -9004,6 +8986,7 @@ static bool print_info(Cli *cli) {
     for (size_t i = 0; i < COUNT(kinds); i++)
         if (count[i]) any = printf("%s %s in %d layers", any ? "," : "", kinds[i], count[i]);
     if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
+    if (c->n_loops > 1) printf("; those of the file, %d times", c->n_loops);
     putchar('\n');
     double weights = 0, moved = token_bytes(s, 0), rate = 0;
     for (size_t i = 0; i < m->gguf->n_tensors; i++) weights += tensor_bytes(&m->gguf->tensors[i]);

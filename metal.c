@@ -906,7 +906,10 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
     *a = (struct product_args){
         .cols = p->w[0]->cols, .x_step = input_step(p->w[0]), .tokens = p->n,
         .eps = s->m->config.eps, .each = each,
-        .softcap = p->e.softcap, .limit = p->e.limit, .factor = p->e.factor};
+        .factor = p->e.factor, .end = {.softcap = p->e.softcap, .limit = p->e.limit}};
+    if (p->e.kind == EPILOGUE_ACT)
+        a->end = (struct finish_args){0, 0, l->xielu.alpha_n, l->xielu.alpha_p, l->xielu.beta,
+                                      l->xielu.eps};
     d->bound[AT_X] = p->in.x;
     d->bound[AT_OTHER] = p->e.other;
     d->constant[C_EPILOGUE] = p->e.kind;
@@ -931,7 +934,7 @@ static bool run_ring(Session *s, const Products *p, Dispatch *d, struct product_
     Gpu *g = s->gpu;
     size_t bytes = 0;
     int piece = 0, stride = 0;
-    if (!g->room || p->n > 1 || p->experts >= EXPERTS_SORTED) return false;   // several inputs
+    if (!g->room || p->n > 1 || p->experts == EXPERTS_HEADS) return false;
     for (int i = 0; i < p->k; i++) {
         if (quant_row_bytes(p->w[i]->type, 1)) return false;   // floats have rows of one weight
         bytes += (size_t)a->w[i].row_bytes * p->w[i]->rows * a->tokens;
@@ -969,9 +972,8 @@ static bool run_ring(Session *s, const Products *p, Dispatch *d, struct product_
 static void run_gemv(Session *s, Products p) {   // for one token, or n of a router or heads
     const Norm *norm = p.in.norm;
     struct product_args a;
-    bool own = p.experts == EXPERTS_SORTED, chosen = own || p.experts == EXPERTS_GATHER;
-    bool one = p.n == 1 && !own;   // input
-    bool staged = one && p.w[0]->cols <= STAGED_COLS && !quant_row_bytes(p.w[0]->type, 1);
+    bool chosen = p.experts == EXPERTS_GATHER;
+    bool staged = p.n == 1 && p.w[0]->cols <= STAGED_COLS && !quant_row_bytes(p.w[0]->type, 1);
     int nsg = staged ? STAGED_SIMDGROUPS : GEMV_SIMDGROUPS;   // floats have rows of one weight
     Dispatch d = {.kernel = "gemv", .n = GEMV_BUFFERS, .threads = nsg * SIMD_LANES,
                   .shared = staged ? staged_floats(p.w[0]->cols) : nsg * X_FLOATS,
@@ -980,9 +982,8 @@ static void run_gemv(Session *s, Products p) {   // for one token, or n of a rou
     int all = 0, counted = p.e.kind == EPILOGUE_GLU ? 1 : p.k;   // matrices with units of their own
     bind_products(s, &d, &a, &p);
     if (norm) d.bound[GEMV_NORM] = norm->w, d.bound[GEMV_NORM_BIAS] = norm->b;
-    if (chosen) d.bound[GEMV_CHOSEN] = s->chosen;
-    if (chosen) a.tokens = a.each;
-    if (chosen && !own) a.x_step = 0;
+    if (p.experts) d.bound[GEMV_CHOSEN] = s->chosen;
+    if (chosen) a.tokens = a.each, a.x_step = 0;
     if (run_ring(s, &p, &d, &a)) return;
     for (int i = 0; i < p.k; i++) all += p.w[i]->rows * a.tokens;
     for (int i = 0; i < counted; i++)
@@ -1046,7 +1047,7 @@ static void run_product(Session *s, const Matrix *w, Input in, float *y, int n, 
 static Input run_input(Session *s, const float *x, const Norm *w, float *h, int n) {
     const Config *c = &s->m->config;
     if (!w->w && c->norm != NORM_BARE) return (Input){x, NULL};
-    if (n == 1) return (Input){x, w};
+    if (n == 1 && !c->inputs_weighed) return (Input){x, w};
     run_norm(s, x, w, c->norm, c->dim, h, n, STORE);
     return (Input){h, NULL};
 }
@@ -1133,11 +1134,11 @@ static void run_attention(Session *s, const Layer *w, int n) {
     bool spans = c->span && w->window;
     struct attention_args a = {
         n, w->n_head, w->n_kv, w->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
-        slices,
+        c->span, slices,
         qn->n > w->hd ? w->hd : 0,
         kn->n > w->hd ? w->hd : 0,
         c->eps, c->attn_scale, c->attn_cap, c->clamp_qkv,
-        spans ? 0 : c->sharpen_scale, c->sharpen_length, c->span > 0, c->span};
+        spans ? 0 : c->sharpen_scale, c->sharpen_length, c->span > 0};
     float *q = is_gated(w) ? s->mix : s->q;
     float *angles = s->angles[w->window ? WINDOWED : FULL];
     Dispatch d = {
@@ -1226,15 +1227,6 @@ static void run_latent(Session *s, const Layer *w, Input in, int n) {
     if (w->attn_gate.data) run_gates(s, w, in, s->mix, w->v_b.rows, n);
 }
 
-// y[n][ff] = xielu(up in), with the layer's numbers
-static void run_xielu(Session *s, const Matrix *up, Input in, float *y, int n) {
-    const Layer *w = &s->m->layers[s->l];
-    struct xielu_args a = {n * up->rows, w->xielu.alpha_n, w->xielu.alpha_p, w->xielu.beta,
-                           w->xielu.eps};
-    run_product(s, up, in, y, n, STORE);
-    run_kernel(s, a, "activate_xielu", {y}, 1, div_up(a.n, MERGE_THREADS), MERGE_THREADS, 0, {0});
-}
-
 // y[n][ff] = activation(gate in) * (up in), or activation(up in) without a gate: one dispatch; for
 // a chunk two, or three with a gate, whose product goes to h[n][ff]. Experts have n * n_used rows.
 // limit: of activation(gate in) and up in, or 0.
@@ -1245,7 +1237,7 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     Epilogue act = {.kind = EPILOGUE_ACT, .factor = 1};
     int k = gate->data ? 2 : 1;   // matrices, the last of the pair
     Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts};
-    if (s->m->config.act == ACT_XIELU) return run_xielu(s, up, in, y, n);
+    if (n == 1 && experts == EXPERTS_SORTED) p.n = s->m->layers[s->l].n_used;   // inputs
     if (n == 1) return run_gemv(s, p);
     if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts});
     if (k > 1) in.x = NULL;
@@ -1257,17 +1249,6 @@ static void run_inputs(Session *s, int n) {   // s->gate = activation(s->gate) *
     struct input_args a = {n, c->per_layer, c->n_layer * c->per_layer};
     run_kernel(s, a, "gate_inputs", {s->gate, s->inputs + s->l * c->per_layer}, 2,
                div_up(n * a.cols, MERGE_THREADS), MERGE_THREADS, 0, {[C_ACTIVATION] = c->act});
-}
-
-// An input for each choice: its token's, times the weight, for EXPERTS_SORTED
-static Input run_weighed(Session *s, const Layer *w, Input in, int n) {
-    struct weigh_inputs_args a = {w->up.cols, w->n_used, n > 1};
-    const Config *c = &s->m->config;
-    if (in.norm) run_norm(s, in.x, in.norm, c->norm, a.dim, s->normed, n, STORE);
-    run_kernel(s, a, "weigh_inputs", {in.norm ? s->normed : in.x, s->order, s->weight,
-                                      s->gpu->gate}, 4, n * w->n_used,
-               threads_for(a.dim, NORM_THREADS), 0, {0});
-    return (Input){s->gpu->gate, NULL};
 }
 
 // The router's choice, and the chosen experts up to their last product, in g->up. The shared expert
@@ -1299,7 +1280,13 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
         run_product(s, &w->latent_down, x, s->latent, n, STORE);
         x = (Input){s->latent, NULL};
     }
-    if (c->inputs_weighed) x = run_weighed(s, w, x, n), from = EXPERTS_SORTED;
+    if (c->inputs_weighed) {   // each choice has an input of its own
+        struct weigh_inputs_args b = {w->up.cols, w->n_used, n > 1};
+        run_kernel(s, b, "weigh_inputs", {x.x, s->order, s->weight, s->gpu->gate}, 4,
+                   n * w->n_used, threads_for(b.dim, NORM_THREADS), 0, {0});
+        x.x = s->gpu->gate;
+        from = EXPERTS_SORTED;
+    }
     run_ffn(s, &w->gate, &w->up, x, s->gpu->gate, s->gpu->up, n, from, w->limit_experts);
 }
 
@@ -1462,9 +1449,9 @@ static void run_layer(Session *s, const Layer *w, int n) {
     float *sum = w->side_by_side ? s->out : s->x, *base = s->x;
     bool moe = w->router.data, latent = w->k_b.data, both = w->n_kv && w->mixer;
     const Norm none = {0}, *post = both ? &none : &w->attn_post_norm;   // of attention
-    const Matrix *router = &w->router;
     if (moe && s->m->config.routed_first)
-        run_gemv(s, (Products){&router, 1, {s->x, NULL}, &s->route, n, STORE, EXPERTS_NONE});
+        run_gemv(s, (Products){(const Matrix *[]){&w->router}, 1, {s->x, NULL}, &s->route, n, STORE,
+                               EXPERTS_NONE});
     Input in = run_input(s, s->x, &w->attn_norm, s->normed, n);
     if (w->n_kv) {
         if (latent) run_latent(s, w, in, n);
@@ -1543,9 +1530,9 @@ static void run_layers(Session *s, int n) {
     if (c->embd_normed || m->embd_norm.w)
         run_norm(s, s->x, &m->embd_norm, c->norm, c->dim, s->x, n, STORE);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
-        const Norm *last = &m->layers[s->l].last_norm;
-        run_layer(s, &m->layers[s->l], n);
-        if (last->w) run_norm(s, s->x, last, c->norm, c->dim, s->x, n, STORE);
+        const Layer *w = &m->layers[s->l];
+        run_layer(s, w, n);
+        if (w->last_norm.w) run_norm(s, s->x, &w->last_norm, c->norm, c->dim, s->x, n, STORE);
         // Apple's GPU begins on these layers while the next are encoded
         int done = s->l + 1;
         if (n > 1 ? done % split == 0 : done == EARLY_LAYERS) device_begin(s->gpu);
@@ -1672,8 +1659,7 @@ static void plan_gpu(Session *s, Arena *a) {
     g->now = arena_take(a, NOW_SIZE + heads, sizeof *g->now);
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
-    size_t most = c->inputs_weighed ? larger(ff, out) : ff;   // out: as an expert's input
-    wide = larger(n * wide, choices * half_step(most));
+    wide = larger(n * wide, choices * half_step(c->inputs_weighed ? larger(ff, out) : ff));
     g->halves = arena_take(a, wide, sizeof *g->halves);
     g->powers = arena_take(a, wide / GEMM_K, sizeof *g->powers);   // rows have that at least
     g->gate = arena_take(a, choices * larger(ff, out), sizeof *g->gate);
