@@ -1693,6 +1693,7 @@ enum {   // of 64 bits
     GEMMA2 = EMBD_SQRT | WINDOW_4096 | CAPPED,
     GEMMA3 = EMBD_SQRT | LOCAL_10000 | LOCAL_UNSCALED,
     GEMMA4 = GEMMA3 | QKV_NORMED | LOGITS_CAPPED | GATES_NORMED,
+    SMALLTHINKER = GATES_NORMED | FULL_FIRST | WINDOW_SET | ROUTED_FIRST,
 };
 
 enum { NO_LAYER = 255 };
@@ -1756,8 +1757,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"qwen3vl", .flags = SECTIONS_MIXED},
     {"glm4moe* dots1 hy_v3", .flags = GATES_SIGMOID},
     {"exaone-moe", .flags = LOCAL_ROPE, .local = 4},
-    {"smallthinker*", .act = ACT_RELU, .local = 4,
-     .flags = GATES_NORMED | FULL_FIRST | LOCAL_ROPE | WINDOW_SET | ROUTED_FIRST},
+    {"smallthinker", .act = ACT_RELU, .flags = SMALLTHINKER, .local = 4, .n_layer = 4},
+    {"smallthinker*", .act = ACT_RELU, .flags = SMALLTHINKER | LOCAL_ROPE, .local = 4},
     {"maple*", .flags = GATES_NORMED | LOCAL_ROPE | LIMIT_FIRST, .local = 4},
     {"mellum", .flags = GATES_NORMED | LOCAL_UNSCALED, .local = 4},
     {"mimo2", .flags = GATES_NORMED | GATES_SIGMOID | LOCAL_SINKS, .local = 6},
