@@ -2290,7 +2290,7 @@ static int load_ffn(Loader *ld, const FfnNames *name, int cols, int ff, int n, M
         load_fused(ld, name->both, cols, n, (Slice[]){{"", ff, w[0]}, {"", ff, w[1]}}, 2);
     else *w[1] = need_matrix(ld, name->up, cols, ff, n);
     bool gated = c->act != ACT_RELU2 && (c->act != ACT_GELU || c->norm == NORM_RMS);
-    bool alone = c->act == ACT_XIELU;
+    bool alone = c->act == ACT_XIELU;   // up has no gate
     if (gated && !alone) require(ld, w[0]->data, name->gate, ".weight");
     if (alone && (w[0]->data || n > 1)) refuse(ld, "layer %d: xIELU with gates, or experts", ld->l);
     *w[2] = need_matrix(ld, name->down, ff, cols, n);
@@ -8052,12 +8052,12 @@ static void print_usage(void) {
     printf("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT");
     for (const Option *o = OPTIONS; o < OPTIONS + COUNT(OPTIONS); o++)
         if (o->help) printf("\n  %-22s %s", o->usage, o->help);
-    int column = printf("\narchitectures (* verified):");
+    int column = printf("\nfamilies (* verified):");
     for (size_t i = 0; i < COUNT(ARCHS); i++) {
         if (ARCHS[i].n_layer) continue;   // another row has the same name
         for (const char *name = ARCHS[i].names; *name; name += strspn(name, " ")) {
             int n = strcspn(name, " ");
-            if (column + n > 98) column = printf("\n ") - 1;
+            if (column + n > 99) column = printf("\n") - 1;
             column += printf(" %.*s", n, name);
             name += n;
         }
@@ -8987,7 +8987,8 @@ static bool print_info(Cli *cli) {
     for (size_t i = 0; i < COUNT(kinds); i++)
         if (count[i]) any = printf("%s %s in %d layers", any ? "," : "", kinds[i], count[i]);
     if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
-    if (c->n_loops > 1) printf("; those of the file, %d times", c->n_loops);
+    if (c->n_loops > 1)
+        printf("; the file has %d, which run %d times", c->n_layer / c->n_loops, c->n_loops);
     putchar('\n');
     double weights = 0, moved = token_bytes(s, 0), rate = 0;
     for (size_t i = 0; i < m->gguf->n_tensors; i++) weights += tensor_bytes(&m->gguf->tensors[i]);

@@ -1300,6 +1300,13 @@ static void test_gguf_whole(void) {
         {{"laguna", 2, "Vk", "rope.swa.freq_base=7.5"}, offsetof(Config, rope_base_local)},
         {{"cogvlm", 2, "f", "rope.freq_base=7.5"}, offsetof(Config, rope_base)},   // it is ignored
     };
+    double read[4];   // bytes of a token, by loops: each reads all layers, of 48 x 32 and more
+    for (int i = 1; i < 4; i++) {
+        Shape loops = {"nanbeige", 3, "T", text_of("num_loops=%d", i)};
+        read[i] = token_bytes(open_session(random_model(&loops), (Options){.threads = 1}), 0);
+    }
+    CHECK(read[3] - read[2] == read[2] - read[1] && read[2] - read[1] > 3 * 3 * 48 * 32 * 4, "%g "
+          "%g %g bytes", read[1], read[2], read[3]);
     for (size_t i = 0; i < COUNT(WHOLE); i++) odd_model(&WHOLE[i]);
     for (size_t i = 0; i < COUNT(names); i++) {
         const Config *c = &random_model(&names[i].shape)->config;
@@ -4378,7 +4385,7 @@ static void kernel_embed(Gpu *g, int type) {
 static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     bool one = n == 1, add = way == EPILOGUE_ADD, glu = way == EPILOGUE_GLU;
     const int rows[3] = {one ? 13 : 71, one ? 13 : 5, 3};
-    int k = way == EPILOGUE_STORE ? 3 : 1 + (glu && one), act = type % 5;
+    int k = way == EPILOGUE_STORE ? 3 : 1 + (glu && one), act = type % 4;
     float scale = 1.5f, cap = 0, factor = glu ? 1 : 2;
     float wide = act == ACT_SWIGLU_OAI ? 12 : 1;   // its clamp at 7 must show
     float *in = lab_floats(g, n * cols, 1), *other = lab_floats(g, n * rows[0], wide), *y[3], *v[3];
@@ -4388,7 +4395,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     RandomMatrix w[3];
     Norm norm = lab_norm(g, cols, 0);
     Lab x = lab(g);
-    if (way == EPILOGUE_ACT && type % 3 == 0) act = ACT_XIELU;
+    if (type % 3 == 0) act = way == EPILOGUE_ACT ? ACT_XIELU : ACT_RELU;
     x.w = XIELU;
     x.m.config.act = act;
     x.m.config.norm = type % 3;
@@ -5064,7 +5071,10 @@ static void test_metal_shapes(void) {
         Model m = *random_model(&SHAPES[i]);
         Options o = {.chunk = 9, .window = 64};
         int n;
-        if (m.config.span) m.config.span = m.config.sharpen_length = m.config.window = 8;
+        if (m.config.span) {
+            m.config.span = m.config.sharpen_length = m.config.window = 8;
+            m.config.sharpen_scale = 2;
+        }
         do for (int k = 0; k < N; k++) ids[k] = random_bits() % VOCAB;
         while ((n = before_tie(&m, o, ids, N, 1e-3f)) < 10);
         compare_model(&m, o, ids, n, NULL, 0, 4e-5);   // 5.8e-6 was seen
