@@ -27,6 +27,7 @@
 //       rope              qkv_share
 //       flash_attention   attention
 //    7. choose_experts    choose_experts
+//       weigh_inputs      gather_row, where inputs are weighed
 //       experts_down      experts, for one token, after gemv
 //       sort_choices      sort_choices; also lists the tiles that gemm computes
 //       weigh_experts     the sum at the end of run_experts, and add_shared_row
@@ -258,7 +259,7 @@ enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
 enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: a norm, its weights, its bias
 enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see gemm; gemv: heads
 #ifndef METAL_HOST   // as in llm.c. RoPE's pairs are (i, i + n_rot / 2) or (2i, 2i + 1)
-enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };
+enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI, ACT_RELU, ACT_XIELU };
 enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
 #endif
 
@@ -274,7 +275,7 @@ enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
     X(EPILOGUE)      /* what becomes of a product */ \
     X(ACTIVATION)    /* the epilogue's */ \
     X(SOFTCAPPED)    /* scores or logits x become softcap * tanh(x / softcap) */ \
-    X(LIMITED)       /* the GLU: its two factors have a limit */ \
+    X(LIMITED)       /* the GLU: its two factors have a limit; 2: the activation's input has it */ \
     X(HEAD_DIM)      /* size of a head of Q and K, a multiple of 4; of a key of delta_rule */ \
     X(VALUE_DIM)     /* size of a head of V, a multiple of 4 */ \
     X(VALUE_STEP)    /* attention: from a row of V to the next; HEAD_DIM if V is part of K */ \
@@ -288,6 +289,7 @@ enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
     X(FUSED)       /* attention: it also norms Q and K, applies RoPE and writes the cache */ \
     X(MERGES)        /* attention: it begins early; a head's last threadgroup merges slices */ \
     X(CAUSAL)        /* a query does not see later positions */ \
+    X(SPANS)         /* it sees none before its own span */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
     X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups */ \
     X(RING)          /* gemv_ring: threadgroups that fit side by side, 1 or 2 */ \
@@ -357,25 +359,28 @@ struct norm_args {
 };
 struct input_args { int32_t n, cols, step; };
 struct halve_args { int32_t cols, step; };
+struct finish_args { float softcap, limit, alpha_n, alpha_p, beta, eps; };   // the last: xIELU's
 struct product_args {
     struct kernel_matrix w[4];
     int32_t cols, x_step, tokens;          // x_step: from an input of gemv to the next
     int32_t each;                          // choices, or heads, of a token
     int32_t units;                         // of all matrices; in gemm: the most tiles of tokens
     int32_t piece, pieces, stride, slots;  // of gemv_ring, whose units are its threadgroups
-    float eps, softcap, factor, limit;     // factor: of W x + bias; limit: the GLU's
+    float eps, factor;                     // factor: of W x + bias
+    struct finish_args end;
 };
 struct attention_args {
     int32_t n, n_head, n_kv, n_rot, sinks; // n: queries; sinks: 1 if heads have attention sinks
-    int32_t rows, window, keep;            // of the ring; see visible
+    int32_t rows, window, keep, span;      // of the ring; see visible
     int32_t slices, q_step, k_step;        // steps: from a head's QK norm to the next one's, or 0
     float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
-    float temp, n_ctx;                     // see temperature; temp 0: none
+    float temp, n_ctx, first;              // see temperature; temp 0: none
 };
 struct choose_args { int32_t n_expert, n_used, sigmoid, normed, n_group, group_used; float scale; };
 // shared_cols: 0 without a shared expert; weighed: it has a router
 struct experts_args { struct product_args down; int32_t shared_cols, weighed; };
 struct sort_args { int32_t choices, n_expert, tiles, tile; };    // tile: choices in one
+struct weigh_inputs_args { int32_t dim, n_used, sorted; };   // sorted: by expert
 struct weigh_args { int32_t dim, n_used, shared, weighed; float factor; };
 struct conv_args { int32_t n, channels, past; };
 struct gate_args { int32_t n, each, softplus; };
@@ -862,19 +867,36 @@ static inline float activation(float x) {
         float t = 0.79788456f * x * (1.0f + 0.044715f * x * x);
         return 0.5f * x * (1.0f + tanh(clamp(t, -10.0f, 10.0f)));
     }
+    if (ACTIVATION == ACT_RELU) return x < 0.0f ? 0.0f : x;
     return x < 0.0f ? 0.0f : x * x;
 }
 
-// *y = v after soft cap and epilogue, which may read `other`; limit: of the GLU's factors
-static inline void finish(device float *y, float v, float cap, float limit, float other) {
-    if (EPILOGUE != EPILOGUE_GLU) v = softcap(v, cap);
+// log(1 + exp(x)); where exp(x) is small, 1 + exp(x) alone would lose its digits
+static inline float softplus(float x) {
+    float e = exp(x), one = 1.0f + e;
+    if (x > 20.0f) return x;
+    return one == 1.0f ? e : log(one) * (e / (one - 1.0f));
+}
+
+// xielu in llm.c
+static inline float activation_xielu(float x, constant struct finish_args *a) {
+    float below = a->beta + softplus(a->alpha_n), least = x > a->eps ? a->eps : x;
+    float curve = x > 0.0f ? softplus(a->alpha_p) * x * x : below * (exp(least) - 1.0f - x);
+    return curve + a->beta * x;
+}
+
+// *y = v after soft cap and epilogue, which may read `other`; a: 0 if all in it is 0
+static inline void finish(device float *y, float v, constant struct finish_args *a, float other) {
+    if (EPILOGUE != EPILOGUE_GLU && SOFTCAPPED) v = softcap(v, a->softcap);
     if (EPILOGUE == EPILOGUE_ADD) v += other;
-    if (EPILOGUE == EPILOGUE_ACT) v = activation(v);
+    if (EPILOGUE == EPILOGUE_ACT && ACTIVATION == ACT_XIELU) v = activation_xielu(v, a);
+    else if (EPILOGUE == EPILOGUE_ACT) v = activation(v);
     if (EPILOGUE == EPILOGUE_GLU) {
         if (ACTIVATION == ACT_SWIGLU_OAI) v = 1.0f + limited(v, 7.0f);
-        if (LIMITED) v = limited(v, limit);
+        if (LIMITED) v = limited(v, a->limit);
+        if (LIMITED > 1 && other > a->limit) other = a->limit;
         float gate = activation(other);
-        v *= LIMITED && gate > limit ? limit : gate;
+        v *= LIMITED && gate > a->limit ? a->limit : gate;
     }
     *y = v;
 }
@@ -883,13 +905,6 @@ static inline void finish(device float *y, float v, float cap, float limit, floa
 static inline bool has_other(void) { return EPILOGUE == EPILOGUE_ADD || EPILOGUE == EPILOGUE_GLU; }
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
-
-// log(1 + exp(x)); where exp(x) is small, 1 + exp(x) alone would lose its digits
-static inline float softplus(float x) {
-    float e = exp(x), one = 1.0f + e;
-    if (x > 20.0f) return x;
-    return one == 1.0f ? e : log(one) * (e / (one - 1.0f));
-}
 
 // ---- 3. embed, norms ----
 //
@@ -938,7 +953,7 @@ kernel void norm(device const float *x, device const float *w, device const floa
         if (NORMED & NORM_WEIGHTS) v = v * four_floats(w + own, i, a->cols);
         if (NORMED & NORM_BIAS) v = v + four_floats(bias + own, i, a->cols);
         for (int e = 0; e < 4 && i + e < a->cols; e++) {
-            finish(&y[at + i + e], v[e] * a->factor, 0.0f, 0.0f, before[e]);
+            finish(&y[at + i + e], v[e] * a->factor, 0, before[e]);
             if (a->scale != 1.0f) y[at + i + e] *= a->scale;
         }
     }
@@ -1043,7 +1058,7 @@ static inline void gemv_unit(int format, int which, int unit, int expert, device
     gemv_product(format, which, unit, expert, w, bias, scales, in, a, v);
     QUANT_UNROLL for (int r = 0; r < R; r++)
         if (in->lane == 0 && row + r < a->w[which].rows)
-            finish(&y[row + r], v[r], a->softcap, a->limit,
+            finish(&y[row + r], v[r], &a->end,
                    EPILOGUE == EPILOGUE_ADD ? other[row + r] : gate[r]);
 }
 
@@ -1444,7 +1459,7 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
             device const float *bias = OF_THREE(which, bias0, bias1, bias2);
             float v = ring_result(own + step - 1, which, mine.row, choice, scale, bias,
                                   IS_GLU ? scale1 : scale0, a);
-            finish(y, v, a->softcap, a->limit, before);
+            finish(y, v, &a->end, before);
         }
         sums += half_way;                                 // the other buffer
         half_way = -half_way;
@@ -1536,10 +1551,11 @@ kernel void qk_norm(device const float *q_norm, device const float *k_norm,
     }
 }
 
-// Does a query at pos_q see the key at pos_k (-1: the row is empty)? It sees itself, the window - 1
-// positions before it (and as many after it, unless CAUSAL), and the first `keep` positions.
+// Does a query at pos_q see the key at pos_k (-1: an empty row)? It sees itself, window - 1 before
+// it (and after it, unless CAUSAL), and the first `keep`; if SPANS, none before its own span.
 static inline bool visible(int pos_k, int pos_q, constant struct attention_args *a) {
-    return pos_k >= 0 && pos_k - pos_q < (CAUSAL ? 1 : a->window) &&
+    int start = SPANS ? pos_q / a->span * a->span : 0;
+    return pos_k >= start && pos_k - pos_q < (CAUSAL ? 1 : a->window) &&
            (pos_q - pos_k < a->window || pos_k < a->keep);
 }
 
@@ -1560,10 +1576,10 @@ static inline half cached_key(float k, device const float *v, int i,
     return (half)k;
 }
 
-// 1 + temp * ln(floor(pos / n_ctx) + 1), a factor of the query: some models sharpen attention so
+// 1 + temp * ln(floor((pos + first) / n_ctx) + 1), a factor of the query: see sharpen in llm.c
 static inline float temperature(int pos, constant struct attention_args *a) {
     if (a->temp == 0.0f) return 1.0f;
-    return 1.0f + a->temp * log(floor((float)pos / a->n_ctx) + 1.0f);
+    return 1.0f + a->temp * log(floor(((float)pos + a->first) / a->n_ctx) + 1.0f);
 }
 
 // the score of q and k from their product, times log2(e), since exp(x) = exp2(x * log2(e)); `far`
@@ -2158,7 +2174,7 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
                        a->w[which].out_step + r;
             float v = patch[k * PATCH_STRIDE + (int)lane % wide] * (scale * powers[from[at]]);
             if (BIASES >> which & 1) v += bias[r];
-            finish(&y[to], v * a->factor, a->softcap, a->limit, has_other() ? other[to] : 0.0f);
+            finish(&y[to], v * a->factor, &a->end, has_other() ? other[to] : 0.0f);
         }
         simdgroup_barrier(mem_flags::mem_threadgroup);        // it is used
     }
@@ -2513,6 +2529,20 @@ kernel void choose_experts(device float *route, device const float *bias, device
     for (int k = 0; lane == 0 && k < a->n_used; k++) weight[k] *= scale;
 }
 
+// to[n * n_used][dim] = weight * x for each choice of n tokens, which sort_choices has sorted if
+// there are several. The weight becomes 1: it is a factor of the input instead of the result.
+// Grid: a threadgroup for each choice.
+kernel void weigh_inputs(device const float *x, device const int *order, device float *weight,
+        device float *to, constant struct weigh_inputs_args *a, PLACE) {
+    int choice = a->sorted ? order[tg] : (int)tg;
+    float factor = weight[choice];
+    x += (ulong)(choice / a->n_used) * a->dim;
+    to += (ulong)tg * a->dim;
+    for (int i = tid; i < a->dim; i += nsg * SIMD_LANES) to[i] = factor * x[i];
+    threadgroup_barrier(mem_flags::mem_device);           // all threads have the weight
+    if (tid == 0) weight[choice] = 1.0f;
+}
+
 // y[dim] = sum over k of weight[k] * (down of expert chosen[k] times up[k]), with the epilogue. A
 // shared expert's product is added, multiplied by the sigmoid of its router's product if `weighed`.
 // Grid: a SIMD-group for each unit of rows, which only it adds to.
@@ -2539,7 +2569,7 @@ kernel void experts_down(device const uchar *down, device const uchar *shared_do
     }
     for (int r = 0; r < R; r++)
         if (lane == 0 && row + r < a->down.w[0].rows)
-            finish(&y[row + r], sum[r], 0.0f, 0.0f, has_other() ? other[row + r] : 0.0f);
+            finish(&y[row + r], sum[r], 0, has_other() ? other[row + r] : 0.0f);
 }
 
 // Sorts a chunk's choices by expert: order[i] = token * n_used + k is choice k of a token, and
@@ -2598,7 +2628,7 @@ kernel void weigh_experts(device const float *out, device const float *weight,
         ulong at = (ulong)tg * a->dim + j;
         float sum = a->shared ? factor * shared_out[at] : 0.0f;
         for (int k = 0; k < a->n_used; k++) sum += weight[k] * out[(ulong)place[k] * a->dim + j];
-        finish(&y[at], sum * a->factor, 0.0f, 0.0f, has_other() ? other[at] : 0.0f);
+        finish(&y[at], sum * a->factor, 0, has_other() ? other[at] : 0.0f);
     }
 }
 

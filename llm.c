@@ -115,7 +115,8 @@ static bool tokens_room(Tokens *t, size_t n);   // room for n ids in all; false:
 // is 0, NULL, an empty Norm or a factor of 1, unless its comment says otherwise.
 
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
-enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI };   // SWIGLU_OAI: gpt-oss's
+enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI,     // SWIGLU_OAI: gpt-oss's
+       ACT_RELU, ACT_XIELU };                             // XIELU: Apertus's, see Layer
 enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };    // it turns pairs (i, i + n_rot/2), or (2i, 2i + 1)
 enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };        // mixers in place of attention: Part III
 enum { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 };          // what makes weights of a router's logits
@@ -136,6 +137,8 @@ typedef struct {
     char name[32];             // of the architecture
     bool verified;             // its logits are checked against llama.cpp's
     int norm, act;             // NORM_RMS, ...; ACT_SILU, ...
+    bool limit_first;          // the limit of a gate is one of the activation's input (Maple)
+    int n_loops;               // all layers run so often, with caches of their own (Nanbeige)
     bool causal;               // a token does not see later ones (Llama: true); encoders: it does
     bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
     int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
@@ -169,6 +172,7 @@ typedef struct {
     // experts
     int n_expert, n_used;      // in a layer; that a token uses at most
     int n_group, n_group_used; // experts stand in groups, of which a token uses some (DeepSeek)
+    bool routed_first;         // the router reads the stream before attention (SmallThinker)
     int gating;                // GATING_SOFTMAX or GATING_SIGMOID
     bool gates_normed;         // the weights of the chosen experts are divided by their sum
     float gates_scale;         // factor of their weights
@@ -228,12 +232,14 @@ typedef struct {
     Norm attn_post_norm, ffn_post_norm;   // [dim] of attention's result, of the FFN's (Gemma 2)
     Norm attn_norm_2;          // [dim] one more after attention (JinaBERT)
     const float *out_scale;    // [1] factor of the stream after the layer, or NULL
+    Norm last_norm;            // [dim] of the stream after the layer (Nanbeige)
     Norm q_norm, k_norm;       // of heads, see Norm (Qwen 3); n 0: none
     bool heads_alone;          // they allow work on one head alone; in a Llama true
     Matrix attn_gate;          // [n_head] or [n_head * vd][dim] gates of attention's result: or q
                                // holds them, in [n_head][2 * hd] rows; or none
     const float *sinks;        // [n_head] a score beside those of the keys (gpt-oss), or NULL
     float limit_ffn, limit_experts;   // of act(gate) and up (Step 3.5); 0: none
+    struct { float alpha_n, alpha_p, beta, eps; } xielu;   // see xielu
     // experts: gate, up and down hold those of all, a step apart
     int n_used;                // experts that a token uses
     Matrix router;             // [n_expert][dim]
@@ -439,7 +445,8 @@ static void split_gate_row(Session *s, const void *w, size_t i);   // s->mix to 
 static void gate_attention(Session *s, float *x, int width);
 static void sharpen(const Session *s, float *q, size_t n, int pos);
 static void activate(float *out, const float *gate, const float *up, int n, int act);
-static void activate_limited(float *gate, float *up, int n, int act, float limit);
+static void activate_limited(const Config *c, float *gate, float *up, int n, float limit);
+static void xielu(float *x, int n, const Layer *w);
 static float rope_scaling(const Model *m, int kind, int window, double *freq);
 static void alibi_slopes(float *slope, int n_head, float max_bias);
 
@@ -577,6 +584,7 @@ struct Sum {
     const Norm *post;          // of out before the sum; in an encoder of the sum
     const Norm *again;         // then the block's input is added, too, and the sum normed
     const float *scale;        // [1] factor of the stream after the sum
+    const Norm *last;          // of the stream after that
 };
 
 static void add_row(Session *s, const void *arg, size_t i) {
@@ -587,6 +595,7 @@ static void add_row(Session *s, const void *arg, size_t i) {
     if (normed && !c->encoder) norm(out, out, c->dim, sum->post, c->norm, c->eps);
     add_scaled(x, out, c->dim, c->residual_scale);
     if (sum->scale) scale(x, c->dim, *sum->scale);
+    if (sum->last && sum->last->w) norm(x, x, c->dim, sum->last, c->norm, c->eps);
     if (normed && c->encoder) norm(x, x, c->dim, sum->post, c->norm, c->eps);
     if (!sum->again || !sum->again->w) return;
     add_scaled(x, s->normed + i * c->dim, c->dim, 1);
@@ -679,7 +688,8 @@ static void activate_row(Session *s, const void *arg, size_t i) {   // up = silu
     const Ffn *f = arg;
     int ff = f->up->rows, act = s->m->config.act;
     float *up = s->up + i * ff, *gate = f->gate->data ? s->gate + i * ff : NULL;
-    if (gate && f->limit > 0) activate_limited(gate, up, ff, act, f->limit);
+    if (act == ACT_XIELU) xielu(up, ff, &s->m->layers[s->l]);
+    else if (gate && f->limit > 0) activate_limited(&s->m->config, gate, up, ff, f->limit);
     else if (gate && act == ACT_SILU) swiglu(up, gate, up, ff);
     else activate(up, gate, up, ff, act);
 }
@@ -715,7 +725,8 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
         const Layer *w = &s->m->layers[s->l];
         bool mixes = w->n_kv || w->mixer, feeds = w->up.data;   // hybrids may lack one
         Sum mixed = {.post = &w->attn_post_norm, .again = &w->attn_norm_2};
-        Sum fed = {.post = &w->ffn_post_norm, .scale = w->out_scale};
+        Sum fed = {.post = &w->ffn_post_norm, .scale = w->out_scale, .last = &w->last_norm};
+        if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
 
         // x += attention(norm(x)): tokens look at each other. Side by side both read the same x
         if (mixes) {
@@ -896,6 +907,7 @@ static void plan_scratch(Session *s, Arena *a) {
     for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * n_rot[i], f);
     for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, n_rot[i] / 2, sizeof(double));
     s->slopes = arena_take(a, c->n_head, f);
+    s->route = arena_take(a, n * larger(c->n_expert, 1), f);   // attention may lie between
     uint64_t shared = a->used;   // 1: attention
     s->q = arena_take(a, n * most.q, f);
     s->k = arena_take(a, n * most.k, f);
@@ -1734,9 +1746,15 @@ enum {   // of 64 bits
     INPUTS_WEIGHED = 1ull << 31,  // an expert's weight is a factor of its input
     SHARPENED = 1ull << 32,       // sharpen_scale is 0.1, for spans
     QK_NORM_BARE = 1ull << 33,    // QK norm without weights in layers with spans
+    WINDOW_SET = 1ull << 34,      // a window is 4096, whatever the file says
+    ROUTED_FIRST = 1ull << 35,    // the router reads the stream before attention, not normed
+    LIMIT_FIRST = 1ull << 36,     // a limit of the gate is one of the activation's input
+    SHARED_AVERAGED = 1ull << 37, // of experts and a shared one the mean is taken, not the sum
+    FFN_OR_NOTHING = 1ull << 38,  // a layer without an FFN is empty
     GEMMA2 = EMBD_SQRT | WINDOW_4096 | CAPPED,
     GEMMA3 = EMBD_SQRT | LOCAL_10000 | LOCAL_UNSCALED,
     GEMMA4 = GEMMA3 | QKV_NORMED | LOGITS_CAPPED | GATES_NORMED,
+    SMALLTHINKER = GATES_NORMED | FULL_FIRST | WINDOW_SET | ROUTED_FIRST,
 };
 
 enum { NO_LAYER = 255 };
@@ -1776,7 +1794,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"baichuan", .rope = ROPE_PAIRS, .n_layer = 32},
     {"baichuan", .rope = ROPE_NONE, .flags = ALIBI_8, .n_layer = 40},
     {"baichuan mamba2*", .rope = ROPE_NONE},
-    {"bailingmoe chatglm deepseek ernie4_5 glm4 internlm2 xverse", .rope = ROPE_PAIRS},
+    {"bailingmoe chatglm deepseek ernie4_5 glm4 internlm2 nanbeige* xverse", .rope = ROPE_PAIRS},
+    {"deci*", .rope = ROPE_PAIRS, .flags = FFN_OR_NOTHING},
     {"smollm3", .rope = ROPE_PAIRS, .no_rope = 4},
     {"granite granitehybrid*", .rope = ROPE_PAIRS,
      .flags = ROPE_TUNED | LOGIT_DIVIDE | GATES_NORMED},
@@ -1785,10 +1804,13 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"minicpm", .rope = ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED | MUP},
     {"minicpm3", .flags = MUP},
     {"arcee plm", .act = ACT_RELU2, .rope = ROPE_PAIRS},
+    {"apertus*", .act = ACT_XIELU, .flags = 0},
     {"olmo", NORM_BARE, ACT_SILU, ROPE_PAIRS, .flags = 0},
     {"command-r", NORM_LAYER, ACT_SILU, ROPE_PAIRS, .flags = MAY_BE_PARALLEL},
     {"cohere2", NORM_LAYER, ACT_SILU, ROPE_PAIRS, .flags = LOCAL_ROPE | MAY_BE_PARALLEL,
      .local = 4},
+    {"cohere2moe*", .rope = ROPE_PAIRS, .local = 4,
+     .flags = LOCAL_ROPE | FULL_FIRST | GATES_SIGMOID | MAY_BE_PARALLEL | SHARED_AVERAGED},
     {"exaone4", .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4, .n_layer = 64},
     {"phi3* qwen2* qwen3* exaone exaone4 olmoe openelm qwen2moe seed_oss", .flags = 0},
     {"bailingmoe2 paddleocr pangu-embedded qwen2vl", .flags = 0},
@@ -1796,6 +1818,9 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"qwen3vl", .flags = SECTIONS_MIXED},
     {"glm4moe* dots1 hy_v3", .flags = GATES_SIGMOID},
     {"exaone-moe", .flags = LOCAL_ROPE, .local = 4},
+    {"smallthinker", .act = ACT_RELU, .flags = SMALLTHINKER, .local = 4, .n_layer = 4},
+    {"smallthinker*", .act = ACT_RELU, .flags = SMALLTHINKER | LOCAL_ROPE, .local = 4},
+    {"maple*", .flags = GATES_NORMED | LOCAL_ROPE | LIMIT_FIRST, .local = 4},
     {"mellum", .flags = GATES_NORMED | LOCAL_UNSCALED, .local = 4},
     {"mimo2", .flags = GATES_NORMED | GATES_SIGMOID | LOCAL_SINKS, .local = 6},
     {"minimax-m2", .flags = GATES_NORMED | GATES_SIGMOID},
@@ -1861,6 +1886,8 @@ typedef struct {
     int n_layer_mtp;           // layers after the others that predict further tokens: not run
     int n_shared;              // the last n_shared layers read the caches of earlier ones
     int pattern;               // which layers have a window: a period, or yes or no for this one
+    int n_rotated;             // the first layers, which have RoPE although they see all
+    bool loops_bare;           // no norm of the stream between loops
     bool side_by_side;         // of all layers
     int hd_local, vd_local;    // hd and vd of windowed layers
     float eps_rms;             // eps of RMSNorm
@@ -1903,7 +1930,7 @@ static const Key KEYS[] = {
     {"residual_scale", REAL, CONFIG(residual_scale), ANY,
      "granite granitehybrid granitemoe granite_swa minicpm"},
     {"logit_scale", REAL, CONFIG(logit_scale), ANY,
-     "granite* granitehybrid granitemoe* granite_swa* minicpm command-r* cohere2* "
+     "granite* granitehybrid granitemoe* granite_swa* minicpm command-r* cohere2* cohere2moe* "
      "muse-glimmer*"},
     {"final_logit_softcapping", REAL, CONFIG(logit_cap), ANY, "gemma2 gemma3 gemma4 muse-glimmer"},
     {"attention.head_count", INT, CONFIG(n_head), 0, 1 << 14, ALL},
@@ -1919,9 +1946,12 @@ static const Key KEYS[] = {
     {"attention.shared_kv_layers", INT, HINT(n_shared), 0, 1 << 14, "gemma4"},
     {"embedding_length_per_layer_input", INT, CONFIG(per_layer), 0, 1 << 16, "gemma4"},
     {"attention.sliding_window", INT, CONFIG(window), 0, INT_MAX,
-     "all cohere2* gemma-embedding* gpt-oss* spark2_5* step35*"},
+     "all cohere2* cohere2moe* gemma-embedding* gpt-oss* maple* spark2_5* step35*"},
     {"attention.sliding_window_pattern", INT, LAYER_HINT(pattern), 0, INT_MAX,
-     "all spark2_5* step35*"},
+     "all maple* spark2_5* step35*"},
+    {"leading_dense_block_count", INT, HINT(n_rotated), 0, 1 << 14, "cohere2moe*"},
+    {"num_loops", INT, CONFIG(n_loops), 1, 64, "nanbeige"},
+    {"skip_loop_final_norm", BOOL, HINT(loops_bare), 0, 1, "nanbeige"},
     {"attention.indexer.top_k", INT, CONFIG(n_exact), 1, INT_MAX, "glm-dsa* deepseek32*"},
     {"attention.causal", BOOL, CONFIG(causal), 0, 1, ALL},
     {"attention.scale", REAL, CONFIG(attn_scale), ANY,
@@ -1931,7 +1961,7 @@ static const Key KEYS[] = {
     {"attention.rope_pattern", BOOL, LAYER(rotated), 0, 1, "granite_swa"},
     {"attention.clamp_kqv", REAL, CONFIG(clamp_qkv), ANY, "olmo dbrx mpt"},
     {"attention.max_alibi_bias", REAL, CONFIG(alibi), ANY, "jais mpt"},
-    {"swiglu_clamp_exp", REAL, LAYER(limit_experts), ANY, "bailingmoe3 step35"},
+    {"swiglu_clamp_exp", REAL, LAYER(limit_experts), ANY, "bailingmoe3 maple* step35"},
     {"swiglu_clamp_shexp", REAL, LAYER(limit_ffn), ANY, "bailingmoe3 step35"},
     {"attention.temperature_scale", REAL, CONFIG(sharpen_scale), ANY,
      "mistral3 deepseek2 mistral4"},
@@ -1947,7 +1977,7 @@ static const Key KEYS[] = {
     {"rope.swa.freq_base", REAL, CONFIG(rope_base_local), ANY, "laguna"},
     {"rope.freq_base", REAL, CONFIG(rope_base), ANY, ALL},
     {"rope.freq_base_swa", REAL, CONFIG(rope_base_local), ANY,
-     "afmoe gemma2 gemma3 gemma4 gemma-embedding gpt-oss laguna mimo2 modern-bert "
+     "afmoe gemma2 gemma3 gemma4 gemma-embedding gpt-oss laguna maple mimo2 modern-bert "
      "muse-glimmer plamo3 spark2_5 step35"},
     {"rope.global.freq_base", REAL, CONFIG(rope_base), ANY, "gemma3 gemma4"},   // Ollama's names
     {"rope.local.freq_base", REAL, CONFIG(rope_base_local), ANY, "gemma3 gemma4"},
@@ -1970,15 +2000,16 @@ static const Key KEYS[] = {
     {"expert_group_count", INT, CONFIG(n_group), 0, MOST_GROUPS, ALL},
     {"expert_group_used_count", INT, CONFIG(n_group_used), 0, MOST_GROUPS, ALL},
     {"expert_gating_func", INT, CONFIG(gating), 1, 2,
-     "afmoe bailingmoe2* bailingmoe3* deepseek2 deepseek2-ocr deepseek32 dots1 exaone-moe "
-     "glm-dsa glm4moe hy_v3 kimi-linear* laguna lfm2moe* minimax-m2 mistral4 step35"},
+     "afmoe bailingmoe2* bailingmoe3* cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "
+     "exaone-moe glm-dsa glm4moe hy_v3 kimi-linear* laguna lfm2moe* minimax-m2 mistral4 "
+     "smallthinker* step35"},
     {"expert_weights_norm", BOOL, CONFIG(gates_normed), 0, 1,
-     "afmoe bailingmoe bailingmoe2 bailingmoe3 deepseek2 deepseek2-ocr deepseek32 dots1 "
+     "afmoe bailingmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "
      "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 nemotron_h_moe step35"},
     {"expert_weights_scale", REAL, CONFIG(gates_scale), ANY,
-     "afmoe bailingmoe bailingmoe2 bailingmoe3 deepseek deepseek2 deepseek2-ocr deepseek32 "
-     "dots1 exaone-moe glm-dsa glm4moe hy_v3 kimi-linear laguna mistral4 nemotron_h_moe "
-     "step35"},
+     "afmoe bailingmoe bailingmoe2 bailingmoe3 cohere2moe deepseek deepseek2 deepseek2-ocr "
+     "deepseek32 dots1 exaone-moe glm-dsa glm4moe hy_v3 kimi-linear laguna mistral4 "
+     "nemotron_h_moe step35"},
     {"ssm.conv_kernel", INT, CONFIG(conv), 0, MOST_TAPS, ALL},
     {"ssm.group_count", INT, CONFIG(n_key), 0, 1 << 14, ALL},
     {"ssm.time_step_rank", INT, CONFIG(n_value), 0, 1 << 14, ALL},
@@ -1987,6 +2018,10 @@ static const Key KEYS[] = {
     {"shortconv.l_cache", INT, CONFIG(conv), 1, MOST_TAPS, "lfm2* lfm2moe*"},
     {"kda.head_dim", INT, CONFIG(kda), 1, 4096, "kimi-linear* bailingmoe3*"},
     {"kda.gate_lower_bound", REAL, CONFIG(kda_lower), -FLT_MAX, -FLT_MIN, "bailingmoe3*"},
+    {"xielu.alpha_n", REAL, LAYER(xielu.alpha_n), ANY, "apertus*"},   // without a name in front
+    {"xielu.alpha_p", REAL, LAYER(xielu.alpha_p), ANY, "apertus*"},
+    {"xielu.beta", REAL, LAYER(xielu.beta), ANY, "apertus*"},
+    {"xielu.eps", REAL, LAYER(xielu.eps), ANY, "apertus*"},
 };
 #undef CONFIG
 #undef HINT
@@ -2005,10 +2040,10 @@ static const struct { const char *name, *archs; } NEEDS[] = {
     {"attn_norm.bias", "bloom codeshell falcon gpt2 gptneox jais jais2 nemotron orion phi2 phimoe "
      "stablelm starcoder starcoder2"},
     {"attn_qkv.bias", "codeshell jais qwen"},
-    {"attn_q_norm.weight", "afmoe bailingmoe2 dots1 exaone-moe exaone4 gemma-embedding gemma3 "
-     "gemma4 hunyuan-moe hunyuan-dense hunyuan_vl hy_v3 laguna lfm2 lfm2moe maincoder mellum "
-     "minimax-m2 muse-glimmer olmo2 olmoe openelm plamo3 qwen3 qwen35 qwen35moe qwen3moe qwen3next "
-     "qwen3vl qwen3vlmoe"},
+    {"attn_q_norm.weight", "afmoe apertus bailingmoe2 dots1 exaone-moe exaone4 gemma-embedding "
+     "gemma3 gemma4 hunyuan-moe hunyuan-dense hunyuan_vl hy_v3 laguna lfm2 lfm2moe maincoder maple "
+     "mellum minimax-m2 muse-glimmer olmo2 olmoe openelm plamo3 qwen3 qwen35 qwen35moe qwen3moe "
+     "qwen3next qwen3vl qwen3vlmoe"},
     {"attn_gate.weight", "afmoe bailingmoe3 laguna muse-glimmer spark2_5"},
     {"attn_sinks.weight", "gpt-oss granite_swa"},
     {"attn_output.bias", "bloom codeshell gpt-oss gpt2 gptneox jais jais2 jina-bert-v2 "
@@ -2037,9 +2072,9 @@ static const struct { const char *name, *archs; } NEEDS[] = {
      "nomic-bert-moe"},
     {"position_embd.weight", "bert gpt2 starcoder"},
     {"rope_freqs.weight", "gemma4"},
-    {"output.weight", "baichuan bailingmoe bailingmoe2 dbrx dots1 exaone-moe gpt-oss gptneox "
-     "internlm2 mellum mimo2 minimax-m2 muse-glimmer nemotron olmo2 olmoe orion phi2 plamo qwen "
-     "qwen2moe stablelm xverse"},
+    {"output.weight", "apertus baichuan bailingmoe bailingmoe2 dbrx dots1 exaone-moe gpt-oss "
+     "gptneox internlm2 maple mellum mimo2 minimax-m2 muse-glimmer nemotron olmo2 olmoe orion phi2 "
+     "plamo qwen qwen2moe stablelm xverse"},
     {"output.bias", "phimoe"},
 };
 
@@ -2061,12 +2096,13 @@ typedef struct {
 
 #define refuse(ld, ...) ((ld)->ok = (ld)->ok && fail((ld)->e, __VA_ARGS__))   // the first error
 
-// metadata under the architecture's name, as the file spells it
+// metadata under the architecture's name, as the file spells it, or without a name
 static const Meta *arch_meta(const Loader *ld, const char *key) {
     char name[128];
     Str arch = gguf_str(ld->m->gguf, "general.architecture");
     snprintf(name, sizeof name, "%.*s.%s", STR_ARG(arch), key);
     Meta *v = gguf_find(ld->m->gguf, name);
+    if (!v) v = gguf_find(ld->m->gguf, key);   // xIELU's
     if (v) v->used = true;
     return v;
 }
@@ -2183,6 +2219,13 @@ static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
     return w;
 }
 
+// n factors: `by`, or those in x times it
+static float *scaled(Loader *ld, const float *x, int n, float by) {
+    float *v = keep_memory(ld, n * sizeof *v);
+    for (int i = 0; v && i < n; i++) v[i] = x ? x[i] * by : by;
+    return v;
+}
+
 static Norm need_norm(Loader *ld, const char *name, int n) {
     Norm w = load_norm(ld, name, 1, n);
     require(ld, w.w, name, ".weight");
@@ -2255,7 +2298,7 @@ static void load_qk_norms(Loader *ld, Layer *w) {
     *k = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
     bool maverick = ld->m->config.n_expert == 128;   // the larger Llama 4 has none
     if (ld->arch->flags & QK_NORM_BARE && w->window && !maverick && !q->w)
-        *q = *k = (Norm){.n = w->hd, .group = w->hd};
+        *q = *k = (Norm){.w = scaled(ld, NULL, w->hd, 1), .n = w->hd, .group = w->hd};
     if (w->k.data && !q->w != !k->w)
         require(ld, NULL, q->w ? "attn_k_norm" : "attn_q_norm", ".weight");
     w->heads_alone = (!q->w || q->n == w->hd) && (!k->w || k->n == w->hd);
@@ -2308,7 +2351,9 @@ static int load_ffn(Loader *ld, const FfnNames *name, int cols, int ff, int n, M
         load_fused(ld, name->both, cols, n, (Slice[]){{"", ff, w[0]}, {"", ff, w[1]}}, 2);
     else *w[1] = need_matrix(ld, name->up, cols, ff, n);
     bool gated = c->act != ACT_RELU2 && (c->act != ACT_GELU || c->norm == NORM_RMS);
-    if (gated) require(ld, w[0]->data, name->gate, ".weight");
+    bool alone = c->act == ACT_XIELU;   // up has no gate
+    if (gated && !alone) require(ld, w[0]->data, name->gate, ".weight");
+    if (alone && (w[0]->data || n > 1)) refuse(ld, "layer %d: xIELU with gates, or experts", ld->l);
     *w[2] = need_matrix(ld, name->down, ff, cols, n);
     return ff;
 }
@@ -2347,6 +2392,7 @@ static void load_norms(Loader *ld, Layer *w) {
         w->ffn_norm = w->attn_norm;
         w->attn_norm = attn_norm_2;
     }
+    if (!w->n_head && !w->attn_norm.w) w->attn_norm = w->ffn_norm;   // an FFN alone (Deci)
     bool bare = c->norm == NORM_BARE, no_ffn_norm = !w->ffn_norm.w && !w->ffn_post_norm.w;
     bool normed = ld->l == 0 && ld->m->embd_norm.w;   // already, by the norm of the embeddings
     if (!bare && !normed && !w->attn_post_norm.w)
@@ -2374,7 +2420,8 @@ static void load_window(Loader *ld, Layer *w) {
     w->n_rot = local ? c->n_rot_local : c->n_rot;
     if (c->rope == ROPE_NONE) w->rotated = false;
     if (a->no_rope && (ld->l + 1) % a->no_rope == 0) w->rotated = false;
-    if (a->flags & LOCAL_ROPE && windows && !local) w->rotated = false;
+    bool first = ld->l < ld->hints.n_rotated;
+    if (a->flags & LOCAL_ROPE && windows && !local && !first) w->rotated = false;
 }
 
 static void load_layer(Loader *ld, Layer *w) {
@@ -2389,6 +2436,10 @@ static void load_layer(Loader *ld, Layer *w) {
     const Meta *kv = arch_meta(ld, "attention.head_count_kv");
     bool each_kv = kv && kv->type == GGUF_ARR;   // a 0 in it: no attention; else: n_head
     if (!w->n_kv && !each_kv) w->n_kv = w->n_head;
+    if (a->flags & FFN_OR_NOTHING && !w->ff) {
+        w->n_head = w->n_kv = 0;
+        return;
+    }
     w->out_scale = load_vector(ld, "layer_output_scale", ".weight", 1);
     load_norms(ld, w);
 
@@ -2558,6 +2609,8 @@ static void imply_config(Config *c, const Arch *a) {
     c->gates_normed = flags & GATES_NORMED;
     c->gating = flags & GATES_SIGMOID ? GATING_SIGMOID : GATING_SOFTMAX;
     c->inputs_weighed = flags & INPUTS_WEIGHED;
+    c->routed_first = flags & ROUTED_FIRST;
+    c->limit_first = flags & LIMIT_FIRST;
     c->span = a->span;
     c->sharpen_scale = flags & SHARPENED ? 0.1f : 0;
     c->sharpen_length = a->span;
@@ -2611,6 +2664,7 @@ static void derive_config(Loader *ld) {
     if (ld->arch->flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
     if (c->span && (!c->window || !c->causal)) refuse(ld, "spans need a causal window");
     if (c->span) c->window = c->span;   // whatever the file says
+    if (ld->arch->flags & WINDOW_SET && c->window) c->window = 4096;
     if (!c->causal && c->window) c->window = c->window / 2 + 1;   // half on each side, and itself
     Str act = meta_str(arch_meta(ld, "hidden_activation"));   // instead of GELU (ModernBERT)
     if (act.n && c->act == ACT_GELU && find_str(act, "silu swish swiglu")) c->act = ACT_SILU;
@@ -2640,12 +2694,25 @@ static void load_config(Loader *ld) {
     if (ld->ok) derive_config(ld);
 }
 
+// Nanbeige runs all its layers several times: they are listed once for each loop, with the same
+// weights and caches of their own. Between loops the stream is normed, unless `bare`.
+static void repeat_layers(Model *m, bool bare) {
+    int n = m->config.n_layer, all = n * m->config.n_loops;
+    Layer *w = m->layers;
+    for (int l = n; l < all; l++) {
+        w[l] = w[l - n];
+        w[l].source += n;
+    }
+    for (int l = n; l < all && !bare; l += n) w[l - 1].last_norm = m->out_norm;
+    m->config.n_layer = all;
+}
+
 static bool weights_load(Model *m, Error *e) {
     Loader ld = {.m = m, .e = e, .ok = true, .l = -1, .hints = {.rope_tuned = true}};
     Config *c = &m->config;
     *c = (Config){.pooling = -1, .rope_base = 10000, .rope_factor = 1, .rope_mag = 1,
                   .yarn_fast = 32, .yarn_slow = 1, .gating = GATING_SOFTMAX, .gates_scale = 1,
-                  .value_scale = 1};   // where neither file nor row says otherwise
+                  .value_scale = 1, .n_loops = 1};   // where neither file nor row says otherwise
     if (load_arch(&ld)) load_config(&ld);
     if (!ld.ok) return false;
     // layers that rotate fewer numbers than others read the first ones
@@ -2678,13 +2745,14 @@ static bool weights_load(Model *m, Error *e) {
     m->dense[0] = load_matrix(&ld, "dense_2", c->dim, 0, 1);
     m->dense[1] = load_matrix(&ld, "dense_3", m->dense[0].rows, 0, 1);
     if (c->per_layer) load_inputs(&ld, NULL);
-    m->layers = calloc(c->n_layer, sizeof *m->layers);
+    m->layers = calloc((size_t)c->n_layer * c->n_loops, sizeof *m->layers);
     if (!m->layers) refuse(&ld, "out of memory");
     for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) {
         snprintf(ld.prefix, sizeof ld.prefix, "blk.%d.", ld.l);
         load_layer(&ld, &m->layers[ld.l]);
     }
     if (ld.ok) check_tensors(&ld);
+    if (ld.ok) repeat_layers(m, ld.hints.loops_bare);
     const Meta *never = gguf_find(m->gguf, "tokenizer.ggml.suppress_tokens");
     for (uint64_t i = 0; never && gguf_size[never->elem] && i < never->n; i++)
         if (!tokens_add(&m->suppressed, meta_int(never, i))) refuse(&ld, "out of memory");
@@ -2846,6 +2914,7 @@ static void clamp(float *x, int64_t n, float limit) {
 // x * sigmoid(z), where z is x in SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) in GELU's tanh form
 INLINE float activation_of(float x, int act) {
     if (act == ACT_RELU2) return x < 0 ? 0 : x * x;
+    if (act == ACT_RELU) return x < 0 ? 0 : x;
     float z = x;
     if (act == ACT_SWIGLU_OAI) z = 1.702f * x;
     if (act == ACT_GELU) z = 1.595769122f * (x + 0.044715f * x * x * x);
@@ -2867,17 +2936,32 @@ INLINE void activate_as(float *out, const float *gate, const float *up, int n, i
 
 // out = act(gate) * up, or act(up) without a gate
 static void activate(float *out, const float *gate, const float *up, int n, int act) {
-    if (act == ACT_SILU) activate_as(out, gate, up, n, ACT_SILU);   // four constants, four loops
+    if (act == ACT_SILU) activate_as(out, gate, up, n, ACT_SILU);   // five constants, five loops
     else if (act == ACT_GELU) activate_as(out, gate, up, n, ACT_GELU);
     else if (act == ACT_RELU2) activate_as(out, gate, up, n, ACT_RELU2);
+    else if (act == ACT_RELU) activate_as(out, gate, up, n, ACT_RELU);
     else activate_as(out, gate, up, n, ACT_SWIGLU_OAI);
 }
 
-// up = min(act(gate), limit) * up, with up within -limit .. limit
-static void activate_limited(float *gate, float *up, int n, int act, float limit) {
-    activate(gate, NULL, gate, n, act);
+// up = min(act(gate), limit) * up, with up within -limit .. limit; Maple: act(min(gate, limit))
+static void activate_limited(const Config *c, float *gate, float *up, int n, float limit) {
+    for (int i = 0; c->limit_first && i < n; i++) gate[i] = gate[i] > limit ? limit : gate[i];
+    activate(gate, NULL, gate, n, c->act);
     clamp(up, n, limit);
     for (int i = 0; i < n; i++) up[i] *= gate[i] > limit ? limit : gate[i];
+}
+
+static float log1p_exp(float x) { return x > 20 ? x : log1pf(expf(x)); }   // log(1 + e^x)
+
+// xIELU (arXiv 2411.13010): a parabola above 0, an exponential below; there both have slope beta.
+static void xielu(float *x, int n, const Layer *w) {
+    float beta = w->xielu.beta, eps = w->xielu.eps;
+    float above = log1p_exp(w->xielu.alpha_p), below = beta + log1p_exp(w->xielu.alpha_n);
+    for (int i = 0; i < n; i++) {
+        float v = x[i], least = v > eps ? eps : v;
+        float curve = v > 0 ? above * v * v : below * (exp_fast(least) - 1 - v);
+        x[i] = curve + beta * v;
+    }
 }
 
 // A row of the cache that a query does not see has the weight 0, but 0 times a NaN is a NaN: so
@@ -2913,8 +2997,6 @@ static void load_gate(Loader *ld, Layer *w, int n_head, int vd) {
     int rows = t && t->ne[1] == n_head ? n_head : n_head * vd;
     w->attn_gate = load_matrix(ld, "attn_gate", ld->m->config.dim, rows, 1);
 }
-
-static float log1p_exp(float x) { return x > 20 ? x : log1pf(expf(x)); }   // log(1 + e^x)
 
 typedef struct { float *x; int width, gates; } Gated;   // a head's values; its gates: width or 1
 static void gate_row(Session *s, const void *arg, size_t i) {
@@ -2978,6 +3060,10 @@ static void load_experts(Loader *ld, Layer *w) {
     else if (find_tensor(ld, shared.up, ".weight")) {
         load_ffn(ld, &shared, c->dim, 0, 1, ffn);
         w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
+    }
+    if (ld->arch->flags & SHARED_AVERAGED && w->shared_up.data) {
+        w->down.scale = scaled(ld, w->down.scale, n, 0.5f);
+        w->shared_down.scale = scaled(ld, w->shared_down.scale, 1, 0.5f);
     }
     if (latent && w->shared_router.data)
         refuse(ld, "layer %d: latent experts beside a weighed one", ld->l);
@@ -3144,12 +3230,11 @@ static void add_shared_row(Session *s, const void *arg, size_t i) {
 static void experts(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     int n = s->n, rows = n * w->n_used, limit = larger(n, w->n_used);
-    Matmul in[] = {{&w->router, s->normed, s->route, n},
-                   {&w->latent_down, s->normed, s->latent, n}};
     bool latent = w->latent_down.data;
     float *sum = latent ? s->latent_sum : s->out;
     if (w->router_norm.w) each_row(s, norm_row, &w->router_norm, n);
-    matmul(s->pool, &s->op_scratch, in, 1 + latent);
+    if (!s->m->config.routed_first) product(s, &w->router, s->normed, s->route);
+    if (latent) product(s, &w->latent_down, s->normed, s->latent);
     if (w->expert_norm.w) each_row(s, norm_row, &w->expert_norm, n);
     each_row(s, choose_experts, w, n);
     if (!s->op_scratch.base) count_experts(s, limit);
@@ -3794,7 +3879,6 @@ static void plan_experts(Session *s, Arena *a, const Widths *most) {
     const Config *c = &s->m->config;
     uint64_t n = s->o.chunk, rows = larger(n, c->n_used), f = sizeof(float);
     uint64_t wide = c->n_expert ? larger(c->dim, most->latent) : 0;   // of an expert's input
-    s->route = arena_take(a, n * larger(c->n_expert, 1), f);
     s->gathered = arena_take(a, rows * wide, f);
     s->expert_out = arena_take(a, rows * wide, f);
     s->latent = arena_take(a, n * most->latent, f);
@@ -8113,12 +8197,12 @@ static void print_usage(void) {
     printf("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT");
     for (const Option *o = OPTIONS; o < OPTIONS + COUNT(OPTIONS); o++)
         if (o->help) printf("\n  %-22s %s", o->usage, o->help);
-    int column = printf("\narchitectures (* verified):");
+    int column = printf("\nfamilies (* verified):");
     for (size_t i = 0; i < COUNT(ARCHS); i++) {
         if (ARCHS[i].n_layer) continue;   // another row has the same name
         for (const char *name = ARCHS[i].names; *name; name += strspn(name, " ")) {
             int n = strcspn(name, " ");
-            if (column + n > 98) column = printf("\n ") - 1;
+            if (column + n > 99) column = printf("\n") - 1;
             column += printf(" %.*s", n, name);
             name += n;
         }
@@ -8601,8 +8685,10 @@ static double token_bytes(const Session *s, int pos) {
         bool row = t->data == m->pos_embd.data || t->data == m->embd.data ||
                    t->data == m->layer_embd.data;
         bool experts = memmem(t->name.s, t->name.n, "_exps.", 6);
+        double times = rest.n < t->name.n ? c->n_loops : 1;   // of a layer
+        if (experts) times *= (double)c->n_used / c->n_expert;
         if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
-        else sum += tensor_bytes(t) * (experts ? (double)c->n_used / c->n_expert : 1);
+        else sum += tensor_bytes(t) * times;
     }
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
@@ -9020,7 +9106,8 @@ static void print_file(const Cli *cli) {
 // what Config says, the kinds of layers, the memory plan, the speed that memory allows
 static bool print_info(Cli *cli) {
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
-    static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU"};
+    static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU",
+                                       "ReLU", "xIELU"};
     static const char *const rope[] = {"RoPE on halves", "RoPE on neighbours", "no RoPE"};
     static const char *const kinds[] = {
         "attention", "attention in a window", "latent attention",
@@ -9047,6 +9134,8 @@ static bool print_info(Cli *cli) {
     for (size_t i = 0; i < COUNT(kinds); i++)
         if (count[i]) any = printf("%s %s in %d layers", any ? "," : "", kinds[i], count[i]);
     if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
+    if (c->n_loops > 1)
+        printf("; the file has %d, which run %d times", c->n_layer / c->n_loops, c->n_loops);
     putchar('\n');
     double weights = 0, moved = token_bytes(s, 0), rate = 0;
     for (size_t i = 0; i < m->gguf->n_tensors; i++) weights += tensor_bytes(&m->gguf->tensors[i]);

@@ -901,12 +901,15 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
     *a = (struct product_args){
         .cols = p->w[0]->cols, .x_step = input_step(p->w[0]), .tokens = p->n,
         .eps = s->m->config.eps, .each = each,
-        .softcap = p->e.softcap, .limit = p->e.limit, .factor = p->e.factor};
+        .factor = p->e.factor, .end = {.softcap = p->e.softcap, .limit = p->e.limit}};
+    if (p->e.kind == EPILOGUE_ACT)
+        a->end = (struct finish_args){0, 0, l->xielu.alpha_n, l->xielu.alpha_p, l->xielu.beta,
+                                      l->xielu.eps};
     d->bound[AT_X] = p->in.x;
     d->bound[AT_OTHER] = p->e.other;
     d->constant[C_EPILOGUE] = p->e.kind;
     d->constant[C_SOFTCAPPED] = p->e.softcap > 0;
-    d->constant[C_LIMITED] = p->e.limit > 0;
+    if (p->e.limit > 0) d->constant[C_LIMITED] = 1 + s->m->config.limit_first;
     d->constant[C_ACTIVATION] = s->m->config.act;
     d->constant[C_EXPERTS] = p->experts;
     for (int i = p->k; i < 3; i++) d->constant[C_FORMAT_0 + i] = p->w[p->k - 1]->type;
@@ -974,7 +977,7 @@ static void run_gemv(Session *s, Products p) {   // for one token, or n of a rou
     int all = 0, counted = p.e.kind == EPILOGUE_GLU ? 1 : p.k;   // matrices with units of their own
     bind_products(s, &d, &a, &p);
     if (norm) d.bound[GEMV_NORM] = norm->w, d.bound[GEMV_NORM_BIAS] = norm->b;
-    if (chosen) d.bound[GEMV_CHOSEN] = s->chosen;
+    if (p.experts) d.bound[GEMV_CHOSEN] = s->chosen;
     if (chosen) a.tokens = a.each, a.x_step = 0;
     if (run_ring(s, &p, &d, &a)) return;
     for (int i = 0; i < p.k; i++) all += p.w[i]->rows * a.tokens;
@@ -1039,7 +1042,7 @@ static void run_product(Session *s, const Matrix *w, Input in, float *y, int n, 
 static Input run_input(Session *s, const float *x, const Norm *w, float *h, int n) {
     const Config *c = &s->m->config;
     if (!w->w && c->norm != NORM_BARE) return (Input){x, NULL};
-    if (n == 1) return (Input){x, w};
+    if (n == 1 && !c->inputs_weighed) return (Input){x, w};
     run_norm(s, x, w, c->norm, c->dim, h, n, STORE);
     return (Input){h, NULL};
 }
@@ -1123,12 +1126,14 @@ static void run_attention(Session *s, const Layer *w, int n) {
     int lanes = attention_lanes(w->hd, w->vd);
     Spread spread = attention_spread(g, w, ring_used(s, kv->rows, n), n);
     int heads = spread.heads, slices = spread.slices, nsg = spread.nsg;
+    bool spans = c->span && w->window;
     struct attention_args a = {
         n, w->n_head, w->n_kv, w->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
-        slices,
+        c->span, slices,
         qn->n > w->hd ? w->hd : 0,
         kn->n > w->hd ? w->hd : 0,
-        c->eps, c->attn_scale, c->attn_cap, c->clamp_qkv, c->sharpen_scale, c->sharpen_length};
+        c->eps, c->attn_scale, c->attn_cap, c->clamp_qkv,
+        spans ? 0 : c->sharpen_scale, c->sharpen_length, c->span > 0};
     float *q = is_gated(w) ? s->mix : s->q;
     float *angles = s->angles[w->window ? WINDOWED : FULL];
     Dispatch d = {
@@ -1142,7 +1147,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
                      [C_MERGES] = spread.merges,
-                     [C_CAUSAL] = c->causal}};
+                     [C_CAUSAL] = c->causal, [C_SPANS] = spans}};
     if (qk_normed & 12)
         run_stretch(g, &d, &a, "qk_norm", AT_Q_NORM, AT_Q, 2 * n, NORM_THREADS, NORM_FLOATS);
     if (c->values_normed && own)
@@ -1227,6 +1232,7 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     Epilogue act = {.kind = EPILOGUE_ACT, .factor = 1};
     int k = gate->data ? 2 : 1;   // matrices, the last of the pair
     Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts};
+    if (n == 1 && experts == EXPERTS_SORTED) p.n = s->m->layers[s->l].n_used;   // inputs
     if (n == 1) return run_gemv(s, p);
     if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts});
     if (k > 1) in.x = NULL;
@@ -1249,9 +1255,10 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     struct choose_args a = {c->n_expert, w->n_used, c->gating == GATING_SIGMOID, c->gates_normed,
                             c->n_group, c->n_group_used, c->gates_scale};
     Input x = in;   // first the router's, then the experts'
+    int first = c->routed_first, end = w->shared_router.data ? 2 : 1, from = EXPERTS_GATHER;
     if (w->router_norm.w) x = run_input(s, s->x, &w->router_norm, s->gathered, n);
-    run_gemv(s, (Products){routers, 1 + (w->shared_router.data != NULL), x, to, n, STORE,
-                          EXPERTS_NONE});
+    Products products = {routers + first, end - first, x, to + first, n, STORE, EXPERTS_NONE};
+    if (first < end) run_gemv(s, products);
     run_kernel(s, a, "choose_experts", {s->route, w->router_bias, s->chosen, s->weight}, 4, n,
                SIMD_LANES, c->n_group, {[C_BIASES] = w->router_bias != NULL});
     if (w->shared_up.data)
@@ -1268,7 +1275,14 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
         run_product(s, &w->latent_down, x, s->latent, n, STORE);
         x = (Input){s->latent, NULL};
     }
-    run_ffn(s, &w->gate, &w->up, x, s->gpu->gate, s->gpu->up, n, EXPERTS_GATHER, w->limit_experts);
+    if (c->inputs_weighed) {   // each choice has an input of its own
+        struct weigh_inputs_args b = {w->up.cols, w->n_used, n > 1};
+        run_kernel(s, b, "weigh_inputs", {x.x, s->order, s->weight, s->gpu->gate}, 4,
+                   n * w->n_used, threads_for(b.dim, NORM_THREADS), 0, {0});
+        x.x = s->gpu->gate;
+        from = EXPERTS_SORTED;
+    }
+    run_ffn(s, &w->gate, &w->up, x, s->gpu->gate, s->gpu->up, n, from, w->limit_experts);
 }
 
 // y[n][dim] = the weighted sum of the experts' results, plus the shared expert's if it has data,
@@ -1430,6 +1444,9 @@ static void run_layer(Session *s, const Layer *w, int n) {
     float *sum = w->side_by_side ? s->out : s->x, *base = s->x;
     bool moe = w->router.data, latent = w->k_b.data, both = w->n_kv && w->mixer;
     const Norm none = {0}, *post = both ? &none : &w->attn_post_norm;   // of attention
+    if (moe && s->m->config.routed_first)
+        run_gemv(s, (Products){(const Matrix *[]){&w->router}, 1, {s->x, NULL}, &s->route, n, STORE,
+                               EXPERTS_NONE});
     Input in = run_input(s, s->x, &w->attn_norm, s->normed, n);
     if (w->n_kv) {
         if (latent) run_latent(s, w, in, n);
@@ -1508,7 +1525,9 @@ static void run_layers(Session *s, int n) {
     if (c->embd_normed || m->embd_norm.w)
         run_norm(s, s->x, &m->embd_norm, c->norm, c->dim, s->x, n, STORE);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
-        run_layer(s, &m->layers[s->l], n);
+        const Layer *w = &m->layers[s->l];
+        run_layer(s, w, n);
+        if (w->last_norm.w) run_norm(s, s->x, &w->last_norm, c->norm, c->dim, s->x, n, STORE);
         // Apple's GPU begins on these layers while the next are encoded
         int done = s->l + 1;
         if (n > 1 ? done % split == 0 : done == EARLY_LAYERS) device_begin(s->gpu);
@@ -1591,11 +1610,10 @@ static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
 // What the GPU cannot run in this model, or NULL: heads too wide for registers or no multiple of 4,
 // which holds for KDA's alpha_a, too; a layer's scale or own inputs if the layer does not end with
 // a norm, or the scale is 0; post-norms without an FFN; scales and biases of latent heads; a QK
-// norm over all heads after RoPE; spans of attention; a convolution over more than two threads'
-// tokens; tensors that are not aligned to 16 bytes
+// norm over all heads after RoPE; a convolution over more than two threads' tokens; tensors that
+// are not aligned to 16 bytes
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
-    if (c->span) return "spans of attention";
     if (c->conv > CONV_TOKENS + 1) return "convolution";
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &m->layers[l];
@@ -1636,7 +1654,7 @@ static void plan_gpu(Session *s, Arena *a) {
     g->now = arena_take(a, NOW_SIZE + heads, sizeof *g->now);
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
-    wide = larger(n * wide, choices * half_step(ff));
+    wide = larger(n * wide, choices * half_step(c->inputs_weighed ? larger(ff, out) : ff));
     g->halves = arena_take(a, wide, sizeof *g->halves);
     g->powers = arena_take(a, wide / GEMM_K, sizeof *g->powers);   // rows have that at least
     g->gate = arena_take(a, choices * larger(ff, out), sizeof *g->gate);
