@@ -261,6 +261,7 @@ enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see g
 #ifndef METAL_HOST   // as in llm.c. RoPE's pairs are (i, i + n_rot / 2) or (2i, 2i + 1)
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI, ACT_RELU, ACT_XIELU };
 enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
+enum { FEW = 8 };
 #endif
 
 // metal.c sets these constants when it makes a pipeline: the compiler decides every `if` on them.
@@ -293,6 +294,7 @@ enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
     X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups */ \
     X(RING)          /* gemv_ring: threadgroups that fit side by side, 1 or 2 */ \
+    X(SEVERAL)       /* gemv_ring: up to FEW tokens, not one */ \
     X(TILE_TOKENS) X(TILE_ROWS)   /* gemm: tokens and rows of a tile */ \
     X(BUFFERS)       /* gemm, flash_attention: buffers of tiles, 1 or 2 */ \
     X(ASKS)          /* delta_rule: the delta rule, which asks the state; else a state space */ \
@@ -365,13 +367,15 @@ struct product_args {
     int32_t cols, x_step, tokens;          // x_step: from an input of gemv to the next
     int32_t each;                          // choices, or heads, of a token
     int32_t units;                         // of all matrices; in gemm: the most tiles of tokens
-    int32_t piece, pieces, stride, slots;  // of gemv_ring, whose units are its threadgroups
+    int32_t piece, pieces, stride, slots;  // of gemv_ring, whose units are its threadgroups; its
+    int32_t few;                           // tokens, at most FEW
     float eps, factor;                     // factor: of W x + bias
     struct finish_args end;
 };
 struct attention_args {
     int32_t n, n_head, n_kv, n_rot, sinks; // n: queries; sinks: 1 if heads have attention sinks
     int32_t rows, window, keep, span;      // of the ring; see visible
+    int32_t at;                            // number of the first query's token in its pass
     int32_t slices, q_step, k_step;        // steps: from a head's QK norm to the next one's, or 0
     float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
     float temp, n_ctx, first;              // see temperature; temp 0: none
@@ -424,8 +428,8 @@ static inline int staged_floats(int cols) {
 // at once, as the codes of two share words in many formats; columns as they are staged; columns of
 // a piece of a row, which has a KB at least, as a copy takes a while whatever its length; bytes
 // from a row of a slot to the next, which begins 16 bytes on in the banks and has room to be copied
-// from a multiple of 16 bytes to another; floats of threadgroup memory in front of the slots:
-// barriers, zeros, workers' sums of squares, two buffers of sums and the input
+// from a multiple of 16 bytes to another; floats of a token's input; floats of threadgroup memory
+// in front of the slots: barriers, zeros, workers' sums of squares, two buffers of sums, inputs
 static inline int ring_span(int ring) { return ring > 1 ? 1 : 2; }
 static inline int ring_padded(int cols, int ring) {
     return div_up(cols, 128 * ring_span(ring)) * 128 * ring_span(ring);
@@ -436,9 +440,12 @@ static inline int ring_cols(int cols, int row_bytes, int ring) {
     return div_up(div_up(cols, pieces), round) * round;
 }
 static inline int ring_stride(int bytes) { return (bytes + 32 + 15) / 32 * 32 + 16; }
-static inline int ring_floats(int cols, int ring) {
-    return 4 * RING_SLOTS + SIMD_LANES + RING_WORKERS * (1 + 2 * RING_ROWS) +
-           ring_padded(cols, ring) / 32 * X_STRIDE;
+static inline int ring_input(int cols, int ring) {
+    return ring_padded(cols, ring) / 32 * X_STRIDE;
+}
+static inline int ring_floats(int cols, int ring, int tokens) {
+    return 4 * RING_SLOTS + SIMD_LANES + RING_WORKERS * (FEW + 2 * RING_ROWS) +
+           tokens * ring_input(cols, ring);
 }
 
 // gemm: columns of a row of halves, which is whole steps; floats of threadgroup memory: where the
@@ -1137,6 +1144,9 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 // of its 32 numbers, 8 with each of the other three, the sums of its first 16 numbers and of the
 // others, and the power.
 //
+// SEVERAL tokens meet the weights once they are decoded. Each has sums of its own, which are added
+// as they are for one token: so they have the same bits. Then fewer rows' sums meet at a time.
+//
 // Its words, which GPUs without HAS_RING lack:
 //   mbarrier_init(b, n)             a phase of it ends with n arrivals; parities are 0, 1, 0 ..
 //   mbarrier_arrive(b)              one of them
@@ -1203,7 +1213,9 @@ static inline threadgroup const float *right_operand(threadgroup const float *x,
 // with `first`; the tile ends before `end`, and where sums meet at a barrier.
 struct ring_tile { int which, t, row, n; };
 static inline int tile_rows(void) { return IS_GLU ? RING_TILE / 2 : RING_TILE; }
-static inline int rows_met(void) { return IS_GLU ? RING_ROWS / 2 : RING_ROWS; }
+static inline int ring_tokens(void) { return SEVERAL ? FEW : 1; }   // at most
+static inline int sums_met(void) { return RING_ROWS / ring_tokens(); }   // of a token
+static inline int rows_met(void) { return IS_GLU ? sums_met() / 2 : sums_met(); }
 static inline struct ring_tile tile_at(int r, int first, int end, constant struct product_args *a) {
     int n0 = a->w[0].rows, n1 = n0 + a->w[1].rows;
     struct ring_tile x = {0, 0, r, min(tile_rows(), end - r)};
@@ -1328,10 +1340,11 @@ static inline float ring_stage(thread struct row_input *in, threadgroup float *x
     return NORMED ? simd_sum(square) : 0.0f;
 }
 
-// Adds a worker's share of a piece: acc[0] of row l / 4, acc[1] of row l / 4 + 8 for lane l. ra and
-// rb are these rows' places in the slot, x is the piece's staged input.
-static inline void ring_dot(int fa, int fb, threadgroup const uchar *ra,
-        threadgroup const uchar *rb, int groups, threadgroup const float *x,
+// Adds a worker's share of a piece: for lane l acc[2 t] of row l / 4, acc[2 t + 1] of row l / 4 + 8
+// and token t of `few`. ra and rb are these rows' places in the slot, x is the piece's staged input,
+// of which the next token's is x_size floats on.
+QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra,
+        threadgroup const uchar *rb, int groups, threadgroup const float *x, int x_size, int few,
         threadgroup const float *zeros, uint sg, uint lane, thread float *acc) {
     int span = ring_span(RING), spans = groups / span, padded = div_up(spans, 4) * 4;   // as x is
     int first = 4 * sg + lane % 4, step = 4 * RING_WORKERS;
@@ -1344,19 +1357,22 @@ static inline void ring_dot(int fa, int fb, threadgroup const uchar *ra,
             float da[2], ma[2], db[2], mb[2], s[4];
             group_decode(fa, ra, span * inside | h, qa, da, ma);
             group_decode(fb, rb, span * inside | h, qb, db, mb);
-            codes_dot(fa, fb, qa, qb, own, right_operand(own, zeros, lane), s);
-            float a = da[0] * s[0], b = db[0] * s[2], power = own[34];
-            if (halves) a += da[1] * s[1], b += db[1] * s[3];
-            if (format_bias(fa) == 0) a += ma[0] * own[32] + ma[1] * own[33];
-            if (format_bias(fb) == 0) b += mb[0] * own[32] + mb[1] * own[33];
-            acc[0] += i < spans ? a * power : 0.0f;
-            acc[1] += i < spans ? b * power : 0.0f;
+            QUANT_UNROLL for (int t = 0; t < ring_tokens(); t++, own += x_size) {
+                if (SEVERAL && t >= few) break;
+                codes_dot(fa, fb, qa, qb, own, right_operand(own, zeros, lane), s);
+                float a = da[0] * s[0], b = db[0] * s[2], power = own[34];
+                if (halves) a += da[1] * s[1], b += db[1] * s[3];
+                if (format_bias(fa) == 0) a += ma[0] * own[32] + ma[1] * own[33];
+                if (format_bias(fb) == 0) b += mb[0] * own[32] + mb[1] * own[33];
+                acc[2 * t] += i < spans ? a * power : 0.0f;
+                acc[2 * t + 1] += i < spans ? b * power : 0.0f;
+            }
         }
     }
 }
 
-// The same for a tile, piece by piece; all four lanes of a row get its sum
-static inline void ring_sum(struct ring_tile x, int expert, threadgroup mbarrier *full,
+// The same for a tile, piece by piece; all four lanes of a row get its sums
+QUANT_INLINE void ring_sum(struct ring_tile x, int expert, threadgroup mbarrier *full,
         threadgroup mbarrier *is_free, threadgroup const uchar *slots,
         threadgroup const float *xs, threadgroup const float *zeros, uint sg, uint lane,
         constant struct product_args *a, thread struct ring_place *at, thread float *acc) {
@@ -1365,7 +1381,8 @@ static inline void ring_sum(struct ring_tile x, int expert, threadgroup mbarrier
     int sa = la - slot_row(la) + ia, sb = lb - slot_row(lb) + ib;   // in the slot
     constant struct kernel_matrix *ma = &a->w[slot_matrix(la, x)], *mb = &a->w[slot_matrix(lb, x)];
     uint start_a = row_start(ma, expert, x.row + ia), start_b = row_start(mb, expert, x.row + ib);
-    acc[0] = acc[1] = 0.0f;
+    int few = a->few, size = ring_input(a->cols, RING);
+    QUANT_UNROLL for (int i = 0; i < 2 * ring_tokens(); i++) acc[i] = 0.0f;
     for (int p = 0; p < a->pieces; p++) {
         threadgroup const uchar *slot = slots + at->slot * RING_TILE * a->stride;
         threadgroup const uchar *ra = slot + sa * a->stride + (start_a + p * ma->piece) % 16;
@@ -1374,16 +1391,18 @@ static inline void ring_sum(struct ring_tile x, int expert, threadgroup mbarrier
         int groups = min(a->piece, a->cols - p * a->piece) / 32;
         mbarrier_wait(&full[at->slot], at->round % 2);
         // matrices of one format share their code: a small program starts sooner
-        if (IS_GLU) ring_dot(FORMAT_0, FORMAT_1, ra, rb, groups, xp, zeros, sg, lane, acc);
+#define DOT(fa, fb) ring_dot(fa, fb, ra, rb, groups, xp, size, few, zeros, sg, lane, acc)
+        if (IS_GLU) DOT(FORMAT_0, FORMAT_1);
         else if (x.which == 0 || (x.which == 1 ? FORMAT_1 : FORMAT_2) == FORMAT_0)
-            ring_dot(FORMAT_0, FORMAT_0, ra, rb, groups, xp, zeros, sg, lane, acc);
-        else if (x.which == 1)
-            ring_dot(FORMAT_1, FORMAT_1, ra, rb, groups, xp, zeros, sg, lane, acc);
-        else ring_dot(FORMAT_2, FORMAT_2, ra, rb, groups, xp, zeros, sg, lane, acc);
+            DOT(FORMAT_0, FORMAT_0);
+        else if (x.which == 1) DOT(FORMAT_1, FORMAT_1);
+        else DOT(FORMAT_2, FORMAT_2);
+#undef DOT
         mbarrier_arrive(&is_free[at->slot]);              // this lane has read the slot
         ring_step(at, a->slots);
     }
-    for (int i = 0; i < 2; i++) {
+    QUANT_UNROLL for (int i = 0; i < 2 * ring_tokens(); i++) {
+        if (SEVERAL && i >= 2 * few) break;
         acc[i] += simd_shuffle_xor(acc[i], 1);
         acc[i] += simd_shuffle_xor(acc[i], 2);
     }
@@ -1401,7 +1420,7 @@ static inline float ring_result(threadgroup const float *sums, int which, int ro
     return sum * a->factor;
 }
 
-// What gemv computes, with the same buffers, for one token. Grid: one or two threadgroups for each
+// What gemv computes, with the same buffers, for one token or, if SEVERAL, `few` of them. Grid: one or two threadgroups for each
 // core of the GPU, `units` in all.
 kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
@@ -1412,8 +1431,9 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
         constant struct product_args *a, PLACE) {
     threadgroup mbarrier *full = (threadgroup mbarrier *)shared, *is_free = full + RING_SLOTS;
     threadgroup float *zeros = shared + 4 * RING_SLOTS, *squares = zeros + SIMD_LANES;
-    threadgroup float *sums = squares + RING_WORKERS, *xs = sums + 2 * RING_WORKERS * RING_ROWS;
-    threadgroup uchar *slots = (threadgroup uchar *)(shared + ring_floats(a->cols, RING));
+    threadgroup float *sums = squares + FEW * RING_WORKERS;
+    threadgroup float *xs = sums + 2 * RING_WORKERS * RING_ROWS;
+    threadgroup uchar *slots = (threadgroup uchar *)(shared + ring_floats(a->cols, RING, a->few));
     uint all = a->w[0].rows * a->tokens + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
     int first = all * tg / a->units, end = all * (tg + 1) / a->units;   // below 2^32, see run_ring
     if ((int)tid < a->slots) mbarrier_init(&full[tid], RING_TILE);
@@ -1429,37 +1449,44 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
     }
     struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, 0.0f, lane, xs};
     struct ring_place at = {0, 0};
-    float square = ring_stage(&in, xs, a->eps, sg), scale = 1.0f;
-    if (lane == 0) squares[sg] = square;
+    for (int t = 0; t < (SEVERAL ? a->few : 1); t++, in.x += a->x_step) {
+        float square = ring_stage(&in, xs + t * ring_input(a->cols, RING), a->eps, sg);
+        if (lane == 0) squares[t * RING_WORKERS + sg] = square;
+    }
     int step = IS_GLU ? 2 : 1, half_way = RING_WORKERS * RING_ROWS;   // of a row; of 2 buffers
     for (int from = first; from < end; from += rows_met()) {
-        struct ring_tile t, mine = tile_at(min(from + (int)tid, end - 1), first, end, a);
+        // a thread for each row and token
+        int row = from + (int)tid % rows_met(), token = tid / rows_met();
+        struct ring_tile t, mine = tile_at(min(row, end - 1), first, end, a);
         int choice = EXPERTS ? chosen[mine.t] : 0, to = min(from + rows_met(), end);
-        float before = EPILOGUE == EPILOGUE_ADD ? other[mine.row] : 0.0f;   // of this thread's row
+        bool has = row < to && token < (SEVERAL ? a->few : 1);
+        ulong at_y = (ulong)(mine.t + token) * a->w[mine.which].out_step + mine.row;
+        float before = has && EPILOGUE == EPILOGUE_ADD ? other[at_y] : 0.0f;
         for (int r = from; r < to; r += t.n) {
-            float acc[2];
+            float acc[2 * FEW];
             t = tile_at(r, first, end, a);
             int expert = EXPERTS ? chosen[t.t] : 0;
             ring_sum(t, expert, full, is_free, slots, xs, zeros, sg, lane, a, &at, acc);
             threadgroup float *own = sums + sg * RING_ROWS + (r - from) * step;
             int la = lane / 4, lb = IS_GLU ? la : la + RING_TILE / 2;   // rows in the tile
-            if (lane % 4 == 0 && la < t.n) own[la * step] = acc[0];
-            if (lane % 4 == 0 && lb < t.n) own[lb * step + IS_GLU] = acc[1];
+            QUANT_UNROLL for (int i = 0; i < ring_tokens(); i++, own += sums_met()) {
+                if (lane % 4 == 0 && la < t.n) own[la * step] = acc[2 * i];
+                if (lane % 4 == 0 && lb < t.n) own[lb * step + IS_GLU] = acc[2 * i + 1];
+            }
         }
         workers_barrier(RING_WORKERS * SIMD_LANES);       // all sums are there
-        if (from + (int)tid < to) {                       // a thread for each row
+        if (has) {
             int which = IS_GLU ? 1 : mine.which;
-            threadgroup const float *own = sums + tid * step;
+            threadgroup const float *own = sums + token * sums_met() + (row - from) * step;
             device float *y = OF_THREE(mine.which, y0, y1, y2);
-            y += (ulong)mine.t * a->w[mine.which].out_step + mine.row;
-            square = 0.0f;
-            for (int i = 0; i < RING_WORKERS; i++) square += squares[i];
+            float square = 0.0f, scale = 1.0f;
+            for (int i = 0; i < RING_WORKERS; i++) square += squares[token * RING_WORKERS + i];
             if (NORMED && !norm_first()) scale = rsqrt(square / (float)a->cols + a->eps);
             if (IS_GLU) before = ring_result(own, 0, mine.row, choice, scale, bias0, scale0, a);
             device const float *bias = OF_THREE(which, bias0, bias1, bias2);
             float v = ring_result(own + step - 1, which, mine.row, choice, scale, bias,
                                   IS_GLU ? scale1 : scale0, a);
-            finish(y, v, &a->end, before);
+            finish(y + at_y, v, &a->end, before);
         }
         sums += half_way;                                 // the other buffer
         half_way = -half_way;
@@ -1819,7 +1846,7 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int slice = tg % a->slices, unit = tg / a->slices;
     int t = unit / (per_kv * a->n_kv), kv = unit / per_kv % a->n_kv;
     int head = kv * group + unit % per_kv * QUERY_HEADS, last = (kv + 1) * group - 1;
-    int pos = now[NOW_POS] + t, used = min(now[NOW_POS] + a->n, a->rows);
+    int start = now[NOW_POS] + a->at, pos = start + t, used = min(start + a->n, a->rows);
     int slot = FUSED ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
     threadgroup float *qs = shared, *ks = qs + QUERY_HEADS * HEAD_DIM;
     struct softmax_state state[ATTENTION_HEADS];
@@ -1834,6 +1861,7 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     v_new += kv * VALUE_DIM;
     int r = (slice * nsg + sg) * rows, next = a->slices * nsg * rows;
     bool newest = FUSED && slice == a->slices - 1;        // has the new key, besides other rows
+    if (a->at > 0) { input_wait(); }                      // for the row of the token before
     bool some = MERGES && rows_see(&loaded, pos_k, pos, slot, r, used, a, lane);
     if (some) rows_load(&loaded, k, v, pos, lane);        // of earlier tokens: there is no wait
     if (!FUSED) { input_wait(); }
@@ -1897,7 +1925,7 @@ kernel void latent_row(device float *p, device float *q, device const float *row
         device int *pos_k, device const float *weights, device const float *angles,
         device const int *now, constant struct attention_args *a, PLACE) {
     int unit = tg * nsg + sg, t = unit / (a->n_head + 1), h = unit % (a->n_head + 1);
-    int pos = now[NOW_POS] + t, first = a->q_step - a->n_rot;
+    int pos = now[NOW_POS] + a->at + t, first = a->q_step - a->n_rot;
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
     bool query = h < a->n_head;
     float mean, scale = query ? temperature(pos, a) : 1.0f;
@@ -2190,7 +2218,7 @@ kernel void rope(device const float *v_new, device const float *angles,
         device half *v, device int *pos_k, device const int *now,
         constant struct attention_args *a, PLACE) {
     int heads = a->n_head + 2 * a->n_kv, unit = tg * nsg + sg, t = unit / heads, h = unit % heads;
-    int pos = now[NOW_POS] + t;
+    int pos = now[NOW_POS] + a->at + t;
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
     bool query = h < a->n_head, value = h >= a->n_head + a->n_kv;
     int kv = query ? 0 : (h - a->n_head) % a->n_kv;

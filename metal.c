@@ -152,8 +152,9 @@ struct Device {
     DRIVER(X) COMPILER(X)
 #undef X
     void *context, *stream;
-    void *graph;                // the launches of a token whose token_key is `key`, or NULL
-    uint64_t key;
+    void *graph[FEW + 1];       // [n] the launches of n tokens whose tokens_key is `key`, or NULL
+    uint64_t key[FEW + 1];
+    int n;                      // the launches of n tokens are captured
     bool records;               // launches are captured for the graph
     bool early, first;          // launches may start early; but the next one follows a copy
     char arch[32];
@@ -283,7 +284,7 @@ static char *device_address(const Gpu *g, const void *p) {
 // 256 threads each thread may use as many registers as there can be. Of gemv, 512 or 768 threads
 // must fit on a core, or too few loads would be under way at once; of gemm 512 threads, of
 // flash_attention 2 or 3 threadgroups, so that some compute while others wait; of gemv_ring as many
-// as RING says, of attention that MERGES 2 unless heads are wide, so that the next launch fits.
+// as RING says, for one token; of attention that MERGES 2 unless heads are wide, so that the next launch fits.
 static void cuda_source(const Variant *p, char *s) {
     const int *constant = p->d.constant;
     bool waits = constant[C_RING] || !strcmp(p->d.kernel, "attention");   // by themselves, later
@@ -291,7 +292,7 @@ static void cuda_source(const Variant *p, char *s) {
     FUNCTION_CONSTANTS(X)
 #undef X
     int fit = (gemv_rows(constant[C_FORMAT_0], GEMV_ROWS) > 2 ? 512 : 768) / p->threads;
-    if (constant[C_RING]) fit = constant[C_RING];
+    if (constant[C_RING]) fit = constant[C_SEVERAL] ? 1 : constant[C_RING];
     else if (constant[C_TILE_ROWS]) fit = 512 / p->threads;
     else if (constant[C_BUFFERS]) fit = constant[C_HEAD_DIM] > 128 ? 2 : 3;
     else if (constant[C_MERGES] && constant[C_HEAD_DIM] <= NARROW_MAX) fit = 2;
@@ -411,27 +412,29 @@ static size_t device_threads(const Dispatch *d) {   // what a variant is compile
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
 
-// Launches the graph of an earlier token with the same key, which begins each dispatch sooner than
-// a call could. Otherwise returns false; with a key, this token's launches are captured as a graph.
-static bool device_again(Gpu *g, uint64_t key) {
+// Launches the graph of an earlier pass of n tokens with the same key, which begins each dispatch
+// sooner than a call could. Otherwise returns false; if n > 0, this pass's launches are captured as
+// a graph.
+static bool device_again(Gpu *g, int n, uint64_t key) {
     Device *d = g->device;
-    if (!key || g->why[0]) return false;
-    if (d->graph && d->key == key) return cuda(g, cuGraphLaunch, d->graph, d->stream);
+    if (!n || g->why[0]) return false;
+    if (d->graph[n] && d->key[n] == key) return cuda(g, cuGraphLaunch, d->graph[n], d->stream);
     d->records = cuda(g, cuStreamBeginCapture_v2, d->stream, CAPTURE_RELAXED);
-    d->key = key;
+    d->n = n;
+    d->key[n] = key;
     return false;
 }
 
 static void cuda_recorded(Gpu *g) {   // makes a graph of what was captured, and launches it
     Device *d = g->device;
-    void *launches = NULL;
+    void *launches = NULL, **graph = &d->graph[d->n];
     if (!d->records) return;
     d->records = false;
-    if (d->graph) d->cuGraphExecDestroy(d->graph);
-    d->graph = NULL;
+    if (*graph) d->cuGraphExecDestroy(*graph);
+    *graph = NULL;
     if (cuda(g, cuStreamEndCapture, d->stream, &launches) && !g->why[0] &&
-        cuda(g, cuGraphInstantiateWithFlags, &d->graph, launches, 0))
-        cuda(g, cuGraphLaunch, d->graph, d->stream);
+        cuda(g, cuGraphInstantiateWithFlags, graph, launches, 0))
+        cuda(g, cuGraphLaunch, *graph, d->stream);
     if (launches) d->cuGraphDestroy(launches);
 }
 
@@ -678,7 +681,9 @@ static void device_begin(Gpu *g) {   // one more command buffer
     else gpu_fail(g, "no command encoder", NULL);
 }
 
-static bool device_again(Gpu *g, uint64_t key) { return (void)g, (void)key, false; }
+static bool device_again(Gpu *g, int n, uint64_t key) {
+    return (void)g, (void)n, (void)key, false;
+}
 
 static bool device_wait(Gpu *g) {
     Device *d = g->device;
@@ -920,25 +925,26 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
     }
 }
 
-// gemv_ring for one token, or false: it lacks the format, or the GPU has no ring, or no room for
-// two slots behind the input. A short launch gets half of a core's threadgroup memory, so that the
-// next one fits beside it; a long one gets nearly all, or two threadgroups a core, if its rows are
-// too narrow for 256 columns a worker.
-static bool run_ring(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
+// gemv_ring for as many of up to FEW tokens as it has room for, whose number it returns. 0: it lacks
+// the format, or the GPU has no ring, or no room for two slots behind one input. A short launch for
+// one token gets half of a core's threadgroup memory, so that the next one fits beside it; a long
+// one gets nearly all, or two threadgroups a core, if its rows are too narrow for 256 columns a
+// worker. Whether it is long does not depend on tokens: so each gets the bits that it has alone.
+static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
     enum { WIDE = 2048, DEEP = 210 << 10, SHALLOW = 112 << 10 };
     Gpu *g = s->gpu;
     size_t bytes = 0;
-    int piece = 0, stride = 0;
-    if (!g->room || p->n > 1 || p->experts == EXPERTS_HEADS) return false;
+    int piece = 0, stride = 0, few = p->n, slots, front;
+    if (!g->room || few > FEW || (few > 1 && p->experts) || p->experts == EXPERTS_HEADS) return 0;
     for (int i = 0; i < p->k; i++) {
-        if (quant_row_bytes(p->w[i]->type, 1)) return false;   // floats have rows of one weight
+        if (quant_row_bytes(p->w[i]->type, 1)) return 0;   // floats have rows of one weight
         bytes += (size_t)a->w[i].row_bytes * p->w[i]->rows * a->tokens;
     }
-    if (bytes / g->cores >> 24) return false;   // so rows times threadgroups are below 2^32
+    if (bytes / g->cores >> 24) return 0;   // so rows times threadgroups are below 2^32
     bool longer = bytes / g->cores > g->many;
     int ring = longer && a->cols >= WIDE && a->cols % 64 == 0 ? 1 : 2;
-    int room = ring > 1 ? SHALLOW : DEEP;
-    if (room > g->room / ring) room = g->room / ring;
+    int side = few > 1 ? 1 : ring, room = side > 1 ? SHALLOW : DEEP;   // side by side
+    if (room > g->room / side) room = g->room / side;
     for (int i = 0; i < p->k; i++) {
         int cols = ring_cols(a->cols, a->w[i].row_bytes, ring);
         piece = larger(piece, cols < a->cols ? cols : a->cols);
@@ -947,28 +953,36 @@ static bool run_ring(Session *s, const Products *p, Dispatch *d, struct product_
         a->w[i].piece = quant_row_bytes(p->w[i]->type, piece);
         stride = larger(stride, ring_stride(a->w[i].piece));
     }
-    int front = ring_floats(a->cols, ring), slots = (room - 4 * front) / (RING_TILE * stride);
-    if (slots < 2) return false;
+    for (;; few--) {
+        front = ring_floats(a->cols, ring, few);
+        slots = (room - 4 * front) / (RING_TILE * stride);
+        if (few == 1 || slots > 2) break;
+    }
+    if (slots < 2) return 0;
+    a->few = few;
     a->piece = piece;
     a->pieces = div_up(a->cols, piece);
     a->stride = stride;
     a->slots = slots < RING_SLOTS ? slots : RING_SLOTS;
-    a->units = longer ? ring * g->cores : g->cores;
+    a->units = longer ? side * g->cores : g->cores;
     d->kernel = "gemv_ring";
     d->groups = a->units;
     d->threads = RING_THREADS;
     d->shared = front + a->slots * RING_TILE * stride / 4;
     d->constant[C_RING] = ring;
+    d->constant[C_SEVERAL] = p->n > 1;
     d->constant[C_STAGED] = 0;
     gpu_dispatch(g, d, a, sizeof *a);
-    return true;
+    return few;
 }
 
-static void run_gemv(Session *s, Products p) {   // for one token, or n of a router or heads
+// for some of the first of p.n tokens, whose number it returns; for all tokens of a router or heads
+static int run_some(Session *s, Products p) {
     const Norm *norm = p.in.norm;
     struct product_args a;
     bool chosen = p.experts == EXPERTS_GATHER;
-    bool staged = p.n == 1 && p.w[0]->cols <= STAGED_COLS && !quant_row_bytes(p.w[0]->type, 1);
+    int n = p.experts || p.n > FEW ? p.n : 1;
+    bool staged = n == 1 && p.w[0]->cols <= STAGED_COLS && !quant_row_bytes(p.w[0]->type, 1);
     int nsg = staged ? STAGED_SIMDGROUPS : GEMV_SIMDGROUPS;   // floats have rows of one weight
     Dispatch d = {.kernel = "gemv", .n = GEMV_BUFFERS, .threads = nsg * SIMD_LANES,
                   .shared = staged ? staged_floats(p.w[0]->cols) : nsg * X_FLOATS,
@@ -978,14 +992,29 @@ static void run_gemv(Session *s, Products p) {   // for one token, or n of a rou
     bind_products(s, &d, &a, &p);
     if (norm) d.bound[GEMV_NORM] = norm->w, d.bound[GEMV_NORM_BIAS] = norm->b;
     if (p.experts) d.bound[GEMV_CHOSEN] = s->chosen;
+    a.tokens = n;
     if (chosen) a.tokens = a.each, a.x_step = 0;
-    if (run_ring(s, &p, &d, &a)) return;
+    int done = run_ring(s, &p, &d, &a);
+    if (done) return done;
     for (int i = 0; i < p.k; i++) all += p.w[i]->rows * a.tokens;
     for (int i = 0; i < counted; i++)
         a.units += gemv_units(p.w[i]->type, p.w[i]->rows, gemv_most(all));
     d.groups = div_up(a.units * a.tokens, nsg);
     d.constant[C_UNIT_ROWS] = gemv_most(all);
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
+    return n;
+}
+
+static void run_gemv(Session *s, Products p) {   // for up to FEW tokens, or n of a router or heads
+    float *y[3];
+    for (int i = 0; i < p.k; i++) y[i] = p.y[i > 0 && p.e.kind == EPILOGUE_GLU ? 0 : i];
+    for (int done; p.n > 0; p.n -= done) {
+        p.y = y;
+        done = run_some(s, p);
+        p.in.x += done * input_step(p.w[0]);
+        if (p.e.other) p.e.other += done * output_step(p.w[0]);
+        for (int i = 0; i < p.k; i++) y[i] += done * output_step(p.w[i]);
+    }
 }
 
 // tokens in a tile of gemm for the experts of n tokens, by how many an expert gets on average
@@ -1026,11 +1055,11 @@ static void run_gemm(Session *s, Products p) {
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// one dispatch, or for a chunk two
+// one dispatch, or for a chunk two; for a few tokens as many as run_ring needs
 static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
                          int n, Epilogue e) {
     Products p = {w, k, in, y, n, e, EXPERTS_NONE};
-    if (n == 1) run_gemv(s, p);
+    if (n <= FEW) run_gemv(s, p);
     else run_gemm(s, p);
 }
 
@@ -1038,11 +1067,11 @@ static void run_product(Session *s, const Matrix *w, Input in, float *y, int n, 
     run_products(s, &w, 1, in, &y, n, e);
 }
 
-// norm(x), if the model has this norm: for one token gemv applies it, for a chunk a dispatch into h
+// norm(x), if the model has this norm: for few tokens gemv applies it, for a chunk a dispatch into h
 static Input run_input(Session *s, const float *x, const Norm *w, float *h, int n) {
     const Config *c = &s->m->config;
     if (!w->w && c->norm != NORM_BARE) return (Input){x, NULL};
-    if (n == 1 && !c->inputs_weighed) return (Input){x, w};
+    if (n <= FEW && !c->inputs_weighed) return (Input){x, w};
     run_norm(s, x, w, c->norm, c->dim, h, n, STORE);
     return (Input){h, NULL};
 }
@@ -1113,12 +1142,35 @@ static bool run_flash(Session *s, const Layer *w, Dispatch *d, const struct atte
     return true;
 }
 
+// Token t of the s->n of a pass, as if it was the pass's only one
+static Session token_alone(const Session *s, int t) {
+    const Config *c = &s->m->config;
+    Session one = *s;
+    one.pos += t;
+    one.x += (size_t)t * c->dim;
+    one.inputs += (size_t)t * c->n_layer * c->per_layer;
+    one.angles[FULL] += t * c->n_rot;
+    one.angles[WINDOWED] += t * c->n_rot_local;
+    return one;
+}
+
 // QK norm, RoPE, the write to the cache, and s->att[n][n_head][vd]: one dispatch for one token, two
 // for a chunk (but one if latent) or where another layer's keys are read; one more for a norm of a
 // whole projection, one for a norm of values, and one to merge a ring's slices
 static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     Gpu *g = s->gpu;
+    for (int t = 0; n > 1 && n <= FEW && t < n; t++) {   // one after the other, as in decode
+        Session one = token_alone(s, t);
+        int q_step = w->n_head * w->hd;
+        one.q += t * q_step;
+        one.mix += t * 2 * q_step;   // queries and gates
+        one.k += (size_t)t * w->n_kv * w->hd;
+        one.v += (size_t)t * w->n_kv * w->vd;
+        one.att += (size_t)t * w->n_head * w->vd;
+        run_attention(&one, w, 1);
+    }
+    if (n > 1 && n <= FEW) return;
     Cache *kv = &s->cache[s->l];
     const Norm *qn = &w->q_norm, *kn = &w->k_norm, bare = {0};
     bool own = w->k.rows, latent = w->k_b.data, fused = n == 1 && own && !latent;
@@ -1129,7 +1181,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
     bool spans = c->span && w->window;
     struct attention_args a = {
         n, w->n_head, w->n_kv, w->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
-        c->span, slices,
+        c->span, s->pos - g->now[NOW_POS], slices,
         qn->n > w->hd ? w->hd : 0,
         kn->n > w->hd ? w->hd : 0,
         c->eps, c->attn_scale, c->attn_cap, c->clamp_qkv,
@@ -1190,7 +1242,7 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
     const Config *c = &s->m->config;
     const Cache *kv = &s->cache[s->l];
     struct attention_args a = {.n = n, .n_head = w->n_head, .n_rot = w->n_rot, .rows = kv->rows,
-                               .keep = kv->keep, .q_step = w->q.rows / w->n_head, .eps = c->eps,
+                               .at = s->pos - s->gpu->now[NOW_POS], .keep = kv->keep, .q_step = w->q.rows / w->n_head, .eps = c->eps,
                                .temp = c->sharpen_scale, .n_ctx = c->sharpen_length};
     run_kernel(s, a, "latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
                                     s->angles[w->window ? WINDOWED : FULL], s->gpu->now}, 8,
@@ -1233,7 +1285,7 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     int k = gate->data ? 2 : 1;   // matrices, the last of the pair
     Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts};
     if (n == 1 && experts == EXPERTS_SORTED) p.n = s->m->layers[s->l].n_used;   // inputs
-    if (n == 1) return run_gemv(s, p);
+    if (n == 1 || (n <= FEW && !experts)) return run_gemv(s, p);
     if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts});
     if (k > 1) in.x = NULL;
     run_gemm(s, (Products){&up, 1, in, &y, n, p.e, experts});
@@ -1436,6 +1488,12 @@ static void run_residual(Session *s, const Layer *l, Residual r, int n) {
     if (again) run_norm(s, r.tmp, &l->attn_norm_2, c->norm, c->dim, r.y, n, STORE);
 }
 
+// Do a few tokens run through the layer together, so that its weights are read once? Elsewhere they
+// run one after the other: where choices, states or latent rows make a token's work its own.
+static bool shares_weights(const Session *s, const Layer *w) {
+    return w->n_kv && !w->k_b.data && !w->mixer && !w->router.data && !s->o.gpu_block;
+}
+
 // One layer, as in forward. If attention and FFN stand side by side, both read s->x, so x plus
 // attention's result waits in s->out; so it does if a recurrent mixer stands beside attention.
 static void run_layer(Session *s, const Layer *w, int n) {
@@ -1444,6 +1502,11 @@ static void run_layer(Session *s, const Layer *w, int n) {
     float *sum = w->side_by_side ? s->out : s->x, *base = s->x;
     bool moe = w->router.data, latent = w->k_b.data, both = w->n_kv && w->mixer;
     const Norm none = {0}, *post = both ? &none : &w->attn_post_norm;   // of attention
+    for (int t = 0; n > 1 && n <= FEW && !shares_weights(s, w) && t < n; t++) {
+        Session one = token_alone(s, t);
+        run_layer(&one, w, 1);
+    }
+    if (n > 1 && n <= FEW && !shares_weights(s, w)) return;
     if (moe && s->m->config.routed_first)
         run_gemv(s, (Products){(const Matrix *[]){&w->router}, 1, {s->x, NULL}, &s->route, n, STORE,
                                EXPERTS_NONE});
@@ -1534,13 +1597,15 @@ static void run_layers(Session *s, int n) {
     }
 }
 
-// a hash of all that changes a token's dispatches in a session: equal keys, equal dispatches
-static uint64_t token_key(const Session *s, int rows) {
-    uint64_t key = rows + 1;
-    for (int l = 0; l < s->m->config.n_layer; l++) {
+// a hash of all that changes the dispatches of n tokens, at most FEW, in a session: equal keys,
+// equal dispatches
+static uint64_t tokens_key(const Session *s, int n, int rows) {
+    uint64_t key = rows * (FEW + 1) + n;
+    for (int i = 0; i < n * s->m->config.n_layer; i++) {
+        int l = i / n, past = i % n + 1;
         const Layer *w = &s->m->layers[l];
         Spread x = {0};
-        if (w->n_kv) x = attention_spread(s->gpu, w, ring_used(s, s->cache[l].rows, 1), 1);
+        if (w->n_kv) x = attention_spread(s->gpu, w, ring_used(s, s->cache[l].rows, past), 1);
         key = (key ^ (x.slices << 16 | x.heads << 8 | x.nsg)) * 0x100000001b3;
     }
     return key;
@@ -1570,7 +1635,8 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
     if (!s->gpu) return false;
     device_begin(s->gpu);
     send_tokens(s, ids, n, pos);
-    if (!device_again(s->gpu, n == 1 ? token_key(s, rows) : 0)) {
+    int few = n <= FEW ? n : 0;
+    if (!device_again(s->gpu, few, tokens_key(s, few, rows))) {
         run_layers(s, n);
         if (rows > 0) run_output(s, first, rows);
     }
@@ -1699,10 +1765,10 @@ static bool share_all(Session *s) {
 // Finds the variants that passes of these lengths need, by encoding them dry: nothing runs; all are
 // compiled together at the first dispatch that does. Then it runs one token, whose row no query
 // ever sees; this brings the weights into memory. The lengths: a whole chunk; 512, where gemm may
-// take smaller tiles; those with tiles of 128 (NVIDIA), 64, 32 and 16 tokens, the last of which are
-// too few for flash_attention; a token with a full ring behind it, which is taken in slices.
+// take smaller tiles; those with tiles of 128 (NVIDIA), 64, 32 and 16 tokens; a few; a token with a
+// full ring behind it, which is taken in slices.
 static void warm_up(Session *s) {
-    int n[] = {s->o.chunk, 512, 65, 64, 32, 2, 1, 1}, last = COUNT(n) - 1;
+    int n[] = {s->o.chunk, 512, 65, 64, 32, FEW + 1, 2, 1, 1}, last = COUNT(n) - 1;
     for (int i = 0; s->gpu && i <= last; i++) {
         int rows = n[i] < s->o.chunk ? n[i] : s->o.chunk;
         s->gpu->dry = i < last;
@@ -1769,5 +1835,8 @@ static void gpu_open(Session *s) {
     device_send(s->gpu, s->slopes, s->m->config.n_head * sizeof *s->slopes);
     device_keep(s->gpu);
     device_often(s->gpu, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
+    bool shares = s->gpu->room;   // else each guess would cost as much as a token
+    for (int l = 0; l < s->m->config.n_layer; l++) shares &= shares_weights(s, &s->m->layers[l]);
+    if (!shares) s->o.draft = 0;
     warm_up(s);
 }

@@ -4470,15 +4470,16 @@ static void kernel_embed(Gpu *g, int type) {
 }
 
 // The product of n tokens: three matrices with bias and scale; one with residual and soft cap; gate
-// and up, of which gemm gets the gate as it is; one with an activation. gemv norms its input.
+// and up, of which gemm gets the gate as it is; one with an activation. gemv (for `one` token, or a
+// few) norms its input.
 static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
-    bool one = n == 1, add = way == EPILOGUE_ADD, glu = way == EPILOGUE_GLU;
+    bool one = n <= FEW, add = way == EPILOGUE_ADD, glu = way == EPILOGUE_GLU;
     const int rows[3] = {one ? 13 : 71, one ? 13 : 5, 3};
     int k = way == EPILOGUE_STORE ? 3 : 1 + (glu && one), act = type % 4;
     float scale = 1.5f, cap = 0, factor = glu ? 1 : 2;
     float wide = act == ACT_SWIGLU_OAI ? 12 : 1;   // its clamp at 7 must show
     float *in = lab_floats(g, n * cols, 1), *other = lab_floats(g, n * rows[0], wide), *y[3], *v[3];
-    const char *name = one ? "gemv" : text_of("gemm of %d, tile %d", n, tile);
+    const char *name = text_of("%s of %d, tile %d", one ? "gemv" : "gemm", n, tile);
     const float *normed = in;
     const Matrix *m[3];
     RandomMatrix w[3];
@@ -4490,8 +4491,10 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     x.m.config.norm = type % 3;
     if (type % 2) norm.b = lab_floats(g, cols, 1);
     if (x.m.config.norm == NORM_BARE) norm.w = NULL;
-    if (one && !add)
-        reference_norm((float *)(normed = need(4 * cols)), in, cols, &norm, x.m.config.norm, 1e-5f);
+    if (one && !add) normed = need(4 * n * cols);
+    for (int i = 0; normed != in && i < n; i++)
+        reference_norm((float *)normed + i * cols, in + i * cols, cols, &norm, x.m.config.norm,
+                       1e-5f);
     if (!one) round_floats(in, n * cols);
     for (int i = 0; i < k; i++) {   // the second is of another format
         w[i] = lab_matrix(g, i == 1 ? other_format(type) : type, rows[i], cols);
@@ -4511,7 +4514,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     lab_begin(&x);
     lab_late(in, n * cols);
     g->many = way % 2 ? 0 : LONG_LAUNCH;   // in both shapes of gemv_ring
-    if (add) lab_late(other, rows[0]);
+    if (add) lab_late(other, n * rows[0]);
     Epilogue e = {.kind = way, .other = other, .factor = factor, .softcap = cap};
     run_products(&x.s, m, k, (Input){in, one && !add ? &norm : NULL}, y, n, e);
     lab_end(&x, name);
@@ -4523,6 +4526,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
 static void kernel_gemv(Gpu *g, int type) {
     for (int way = EPILOGUE_STORE; way <= EPILOGUE_ACT; way++) {
         lab_product(g, type, format_cols(type, true), 1, way, 0);
+        lab_product(g, type, format_cols(type, true), FEW - way, way, 0);
         if (format_block(type) == 1) lab_product(g, type, 1056, 1, way, 0);
         if (type == FORMAT_Q8_0 || type == 12) lab_product(g, type, STAGED_COLS + 256, 1, way, 0);
     }
@@ -4533,8 +4537,8 @@ static void kernel_gemm(Gpu *g, int type) {
     int cols = format_cols(type, false), way = type % 4, block = format_block(type);
     lab_product(g, type, cols, block < 256 ? 67 : 40, way, 64);
     lab_product(g, type, cols, 20, (way + 1) % 4, 32);
-    lab_product(g, type, cols, 6, (way + 2) % 4, GEMM_FEW);
-    if (block == 1) lab_product(g, type, 160, 6, way, GEMM_FEW);
+    lab_product(g, type, cols, FEW + 1, (way + 2) % 4, GEMM_FEW);
+    if (block == 1) lab_product(g, type, 160, FEW + 1, way, GEMM_FEW);
 }
 
 static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff) {
@@ -4589,7 +4593,7 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
         .norm = strchr(t->what, 'c') ? NORM_LAYER : NORM_RMS, .eps = 1e-5f, .attn_scale = 0.2f,
         .qk_norm_late = strchr(t->what, 'l'), .clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0,
         .rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing,   // the layer has none
-        .attn_cap = t->softcap, .causal = t->causal, .alibi = t->slopes, .sharpen_length = 8,
+        .n_rot = t->n_rot, .attn_cap = t->softcap, .causal = t->causal, .alibi = t->slopes, .sharpen_length = 8,
         .sharpen_scale = strchr(t->what, 't') ? 0.7f : 0};
     x->w = (Layer){.n_head = H, .n_kv = KV, .hd = hd, .vd = vd, .n_rot = t->n_rot,
                    .rotated = t->pairing != ROPE_NONE, .q.rows = H * hd * (1 + gated),
@@ -4645,7 +4649,7 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
     run_attention(lab_begin(&x), &x.w, n);
     lab_end(&x, name);
     lab_compare(name, -1, x.s.att, cpu.att, n * H * vd, n >= FLASH_MIN ? 7e-4 : 1e-4);
-    if (n > 1 && !gated) lab_compare("rope", -1, x.s.q, cpu.q, n * H * hd, 3e-6);
+    if (n > FEW && !gated) lab_compare("rope", -1, x.s.q, cpu.q, n * H * hd, 3e-6);
     lab_compare_ring(name, c.k, want.k, &c, KV, hd);
     lab_compare_ring(name, c.v, want.v, &c, KV, vd);
 }
@@ -4980,13 +4984,18 @@ static bool count_chunk(void *ctx, int reused, int done, int n) {
 static void check_pass(const Session *s, Pass pass) {
     const Config *c = &s->m->config;
     const Layer *w = s->m->layers;
+    int alone = 0;   // tokens in chunks of a few: with --gpu block they run one by one
+    for (int p = 0, n; p < pass.tokens; p += n) {
+        n = smaller(s->o.chunk, pass.tokens - p);
+        if (n <= FEW) alone += n;
+    }
     bool token = pass.tokens == 1, deep = c->n_layer >= SPLIT_LAYERS + c->n_layer / MAX_SPLITS;
-    bool block = token && s->o.gpu_block && !w->attn_post_norm.w && w->limit_ffn <= 0;
+    bool block = s->o.gpu_block && !w->attn_post_norm.w && w->limit_ffn <= 0;
     CHECK(times_run("embed") == pass.chunks * (1 + !!c->per_layer), "%s: not each chunk", c->name);
     int early = token && c->n_layer >= EARLY_LAYERS;
     CHECK(token ? soft.commits == 1 + early : !deep || soft.commits > pass.chunks, "%s: %d commits",
           c->name, soft.commits);
-    CHECK(times_run("ffn_block") == block * c->n_layer, "%s: --gpu block", c->name);
+    CHECK(times_run("ffn_block") == block * alone * c->n_layer, "%s: --gpu block", c->name);
     CHECK(!soft.buffers, "%d buffers made in forward", soft.buffers);
 }
 
@@ -5122,6 +5131,20 @@ static int before_tie(const Model *m, Options o, const int32_t *ids, int n, floa
     return n;
 }
 
+// on the GPU, too, a few tokens have the bits that each has alone
+static void check_few_gpu(const Model *m, const int32_t *ids, int n) {
+    static const int chunks[] = {1, 3, FEW};
+    size_t V = m->config.n_vocab;
+    float *rows[2] = {need(n * V * sizeof **rows), need(n * V * sizeof **rows)};
+    for (int k = 0; m->config.causal && k < 6; k++) {   // in a window, then in all
+        Options o = {.chunk = chunks[k % 3], .window = k < 3 ? 10 : 0, .keep = 2, .threads = 1};
+        float *to = rows[k % 3 > 0];
+        eval_rows(open_gpu(m, o), ids, n, 0, to);
+        bool same = to == rows[0] || !memcmp(to, rows[0], n * V * sizeof *to);
+        CHECK(same, "%s -c %d: -b %d has other bits than -b 1", m->config.name, o.window, o.chunk);
+    }
+}
+
 static void check_golden_gpu(const char *name) {
     static const char quick[] = " llama gemma2 gemma3.iq4_nl glm4moe qwen35 ";
     static int order;
@@ -5142,6 +5165,7 @@ static void check_golden_gpu(const char *name) {
     whole.gpu_block = strstr(" llama gemma2 step35-clamp.f16 ", text_of(" %s ", name));
     if (whole.gpu_block) compare_model(g.m, whole, g.ids, 18, g.want, g.limit, g.limit);
     if (n < g.n) printf("  %s: %d tokens\n", name, n);
+    check_few_gpu(g.m, g.ids, n);
     soft.order = FORWARD;
 }
 
