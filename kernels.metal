@@ -317,7 +317,7 @@ enum {
     RING_THREADS = (RING_WORKERS + RING_COPIERS) * SIMD_LANES,
     RING_TILE = 16, RING_SLOTS = 32,                  // rows of a slot; most slots
     RING_PIECE = 1024,                                // bytes of a row in a slot, about
-    RING_ROWS = 128,                                  // sums of a SIMD-group between two barriers
+    RING_SUMS = 128, FEW_SUMS = 256,                  // of a SIMD-group between two barriers
     DOT_STEPS = 4,                                    // loads of floats that overlap
     X_STRIDE = 36, X_FLOATS = 32 * X_STRIDE,          // 32 groups of x, 4 floats between them
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at once
@@ -443,8 +443,9 @@ static inline int ring_stride(int bytes) { return (bytes + 32 + 15) / 32 * 32 + 
 static inline int ring_input(int cols, int ring) {
     return ring_padded(cols, ring) / 32 * X_STRIDE;
 }
-static inline int ring_floats(int cols, int ring, int tokens) {
-    return 4 * RING_SLOTS + SIMD_LANES + RING_WORKERS * (FEW + 2 * RING_ROWS) +
+static inline int ring_sums(int several) { return several ? FEW_SUMS : RING_SUMS; }
+static inline int ring_floats(int cols, int ring, int several, int tokens) {
+    return 4 * RING_SLOTS + SIMD_LANES + RING_WORKERS * (FEW + 2 * ring_sums(several)) +
            tokens * ring_input(cols, ring);
 }
 
@@ -1134,7 +1135,7 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 // up). A slot has a piece of each row of a tile. The other SIMD-groups, the workers, take turns at
 // the piece's columns, 128 a turn: lane l decodes group l % 4 of these in rows l / 4 and l / 4 + 8.
 // In a long launch (RING is 1) they are 256, and a lane has two neighbouring groups. The workers'
-// sums meet in threadgroup memory, RING_ROWS at a time. Each slot has two mbarriers: `full`
+// sums meet in threadgroup memory, RING_SUMS at a time. Each slot has two mbarriers: `full`
 // counts the rows that have come, `is_free` the workers that are through with them.
 //
 // A worker stages the columns of x that it will need as integers: a power of two brings the largest
@@ -1214,7 +1215,7 @@ static inline threadgroup const float *right_operand(threadgroup const float *x,
 struct ring_tile { int which, t, row, n; };
 static inline int tile_rows(void) { return IS_GLU ? RING_TILE / 2 : RING_TILE; }
 static inline int ring_tokens(void) { return SEVERAL ? FEW : 1; }   // at most
-static inline int sums_met(void) { return RING_ROWS / ring_tokens(); }   // of a token
+static inline int sums_met(void) { return ring_sums(SEVERAL) / ring_tokens(); }   // of a token
 static inline int rows_met(void) { return IS_GLU ? sums_met() / 2 : sums_met(); }
 static inline struct ring_tile tile_at(int r, int first, int end, constant struct product_args *a) {
     int n0 = a->w[0].rows, n1 = n0 + a->w[1].rows;
@@ -1341,8 +1342,8 @@ static inline float ring_stage(thread struct row_input *in, threadgroup float *x
 }
 
 // Adds a worker's share of a piece: for lane l acc[2 t] of row l / 4, acc[2 t + 1] of row l / 4 + 8
-// and token t of `few`. ra and rb are these rows' places in the slot, x is the piece's staged input,
-// of which the next token's is x_size floats on.
+// and token t of `few`. ra and rb are these rows' places in the slot; x is the piece's staged
+// input, the next token's is x_size floats on.
 QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra,
         threadgroup const uchar *rb, int groups, threadgroup const float *x, int x_size, int few,
         threadgroup const float *zeros, uint sg, uint lane, thread float *acc) {
@@ -1414,14 +1415,14 @@ static inline float ring_result(threadgroup const float *sums, int which, int ro
         constant struct product_args *a) {
     constant struct kernel_matrix *m = &a->w[which];
     float sum = 0.0f;
-    for (int i = 0; i < RING_WORKERS; i++) sum += sums[i * RING_ROWS];
+    for (int i = 0; i < RING_WORKERS; i++) sum += sums[i * ring_sums(SEVERAL)];
     sum *= SCALES >> which & 1 ? scale * m->scale * scales[expert] : scale * m->scale;
     if (BIASES >> which & 1) sum += bias[expert * m->bias_step + row];
     return sum * a->factor;
 }
 
-// What gemv computes, with the same buffers, for one token or, if SEVERAL, `few` of them. Grid: one or two threadgroups for each
-// core of the GPU, `units` in all.
+// What gemv computes, with the same buffers, for one token or, if SEVERAL, `few` of them. Grid: one
+// or two threadgroups for each core of the GPU, `units` in all.
 kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
@@ -1432,8 +1433,9 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
     threadgroup mbarrier *full = (threadgroup mbarrier *)shared, *is_free = full + RING_SLOTS;
     threadgroup float *zeros = shared + 4 * RING_SLOTS, *squares = zeros + SIMD_LANES;
     threadgroup float *sums = squares + FEW * RING_WORKERS;
-    threadgroup float *xs = sums + 2 * RING_WORKERS * RING_ROWS;
-    threadgroup uchar *slots = (threadgroup uchar *)(shared + ring_floats(a->cols, RING, a->few));
+    threadgroup float *xs = sums + 2 * RING_WORKERS * ring_sums(SEVERAL);
+    threadgroup uchar *slots = (threadgroup uchar *)(shared +
+        ring_floats(a->cols, RING, SEVERAL, a->few));
     uint all = a->w[0].rows * a->tokens + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
     int first = all * tg / a->units, end = all * (tg + 1) / a->units;   // below 2^32, see run_ring
     if ((int)tid < a->slots) mbarrier_init(&full[tid], RING_TILE);
@@ -1453,7 +1455,7 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
         float square = ring_stage(&in, xs + t * ring_input(a->cols, RING), a->eps, sg);
         if (lane == 0) squares[t * RING_WORKERS + sg] = square;
     }
-    int step = IS_GLU ? 2 : 1, half_way = RING_WORKERS * RING_ROWS;   // of a row; of 2 buffers
+    int step = IS_GLU ? 2 : 1, half_way = RING_WORKERS * ring_sums(SEVERAL);   // of a row, a buffer
     for (int from = first; from < end; from += rows_met()) {
         // a thread for each row and token
         int row = from + (int)tid % rows_met(), token = tid / rows_met();
@@ -1467,7 +1469,7 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
             t = tile_at(r, first, end, a);
             int expert = EXPERTS ? chosen[t.t] : 0;
             ring_sum(t, expert, full, is_free, slots, xs, zeros, sg, lane, a, &at, acc);
-            threadgroup float *own = sums + sg * RING_ROWS + (r - from) * step;
+            threadgroup float *own = sums + sg * ring_sums(SEVERAL) + (r - from) * step;
             int la = lane / 4, lb = IS_GLU ? la : la + RING_TILE / 2;   // rows in the tile
             QUANT_UNROLL for (int i = 0; i < ring_tokens(); i++, own += sums_met()) {
                 if (lane % 4 == 0 && la < t.n) own[la * step] = acc[2 * i];

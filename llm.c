@@ -1273,6 +1273,7 @@ typedef struct { bool (*fn)(void *ctx, int32_t id); void *ctx; } OnToken;   // f
 // last. False: they are new. A guess may go on into itself.
 static bool guess_ids(int32_t *text, int n, int count) {
     for (int i = n - 1; i >= 3; i--) {
+        if (text[i - 1] != text[n - 1]) continue;   // most of them
         if (memcmp(text + i - 3, text + n - 3, 3 * sizeof *text)) continue;
         for (int k = 0; k < count; k++) text[n + k] = text[i + k];
         return true;

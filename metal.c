@@ -284,7 +284,7 @@ static char *device_address(const Gpu *g, const void *p) {
 // 256 threads each thread may use as many registers as there can be. Of gemv, 512 or 768 threads
 // must fit on a core, or too few loads would be under way at once; of gemm 512 threads, of
 // flash_attention 2 or 3 threadgroups, so that some compute while others wait; of gemv_ring as many
-// as RING says, for one token; of attention that MERGES 2 unless heads are wide, so that the next launch fits.
+// as RING says, of attention that MERGES 2 unless heads are wide, so that the next launch fits.
 static void cuda_source(const Variant *p, char *s) {
     const int *constant = p->d.constant;
     bool waits = constant[C_RING] || !strcmp(p->d.kernel, "attention");   // by themselves, later
@@ -292,7 +292,7 @@ static void cuda_source(const Variant *p, char *s) {
     FUNCTION_CONSTANTS(X)
 #undef X
     int fit = (gemv_rows(constant[C_FORMAT_0], GEMV_ROWS) > 2 ? 512 : 768) / p->threads;
-    if (constant[C_RING]) fit = constant[C_SEVERAL] ? 1 : constant[C_RING];
+    if (constant[C_RING]) fit = constant[C_RING];
     else if (constant[C_TILE_ROWS]) fit = 512 / p->threads;
     else if (constant[C_BUFFERS]) fit = constant[C_HEAD_DIM] > 128 ? 2 : 3;
     else if (constant[C_MERGES] && constant[C_HEAD_DIM] <= NARROW_MAX) fit = 2;
@@ -925,9 +925,9 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
     }
 }
 
-// gemv_ring for as many of up to FEW tokens as it has room for, whose number it returns. 0: it lacks
-// the format, or the GPU has no ring, or no room for two slots behind one input. A short launch for
-// one token gets half of a core's threadgroup memory, so that the next one fits beside it; a long
+// gemv_ring for as many of up to FEW tokens as it has room for, whose number it returns. 0: it
+// lacks the format, or the GPU has no ring, or no room for two slots behind one input. A short
+// launch gets half of a core's threadgroup memory, so that the next one fits beside it; a long
 // one gets nearly all, or two threadgroups a core, if its rows are too narrow for 256 columns a
 // worker. Whether it is long does not depend on tokens: so each gets the bits that it has alone.
 static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
@@ -943,8 +943,8 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
     if (bytes / g->cores >> 24) return 0;   // so rows times threadgroups are below 2^32
     bool longer = bytes / g->cores > g->many;
     int ring = longer && a->cols >= WIDE && a->cols % 64 == 0 ? 1 : 2;
-    int side = few > 1 ? 1 : ring, room = side > 1 ? SHALLOW : DEEP;   // side by side
-    if (room > g->room / side) room = g->room / side;
+    int room = ring > 1 ? SHALLOW : DEEP;
+    if (room > g->room / ring) room = g->room / ring;
     for (int i = 0; i < p->k; i++) {
         int cols = ring_cols(a->cols, a->w[i].row_bytes, ring);
         piece = larger(piece, cols < a->cols ? cols : a->cols);
@@ -953,10 +953,13 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
         a->w[i].piece = quant_row_bytes(p->w[i]->type, piece);
         stride = larger(stride, ring_stride(a->w[i].piece));
     }
+    int slot = RING_TILE * stride, all = DEEP < g->room ? DEEP : g->room;
+    bool several = few > 1;
+    if (several && room < 4 * ring_floats(a->cols, ring, true, few) + 3 * slot) room = all;
     for (;; few--) {
-        front = ring_floats(a->cols, ring, few);
-        slots = (room - 4 * front) / (RING_TILE * stride);
-        if (few == 1 || slots > 2) break;
+        front = ring_floats(a->cols, ring, several, few);
+        slots = (room - 4 * front) / slot;
+        if (slots > 2 || few == 1) break;
     }
     if (slots < 2) return 0;
     a->few = few;
@@ -964,13 +967,13 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
     a->pieces = div_up(a->cols, piece);
     a->stride = stride;
     a->slots = slots < RING_SLOTS ? slots : RING_SLOTS;
-    a->units = longer ? side * g->cores : g->cores;
+    a->units = longer ? ring * g->cores : g->cores;
     d->kernel = "gemv_ring";
     d->groups = a->units;
     d->threads = RING_THREADS;
-    d->shared = front + a->slots * RING_TILE * stride / 4;
+    d->shared = front + a->slots * slot / 4;
     d->constant[C_RING] = ring;
-    d->constant[C_SEVERAL] = p->n > 1;
+    d->constant[C_SEVERAL] = several;
     d->constant[C_STAGED] = 0;
     gpu_dispatch(g, d, a, sizeof *a);
     return few;
@@ -1055,11 +1058,15 @@ static void run_gemm(Session *s, Products p) {
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
+// Up to FEW tokens run as in decode, so that each has the bits that it has alone. In an encoder a
+// token sees later ones.
+static bool is_few(const Session *s, int n) { return n == 1 || (n <= FEW && s->m->config.causal); }
+
 // one dispatch, or for a chunk two; for a few tokens as many as run_ring needs
 static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
                          int n, Epilogue e) {
     Products p = {w, k, in, y, n, e, EXPERTS_NONE};
-    if (n <= FEW) run_gemv(s, p);
+    if (is_few(s, n)) run_gemv(s, p);
     else run_gemm(s, p);
 }
 
@@ -1067,11 +1074,11 @@ static void run_product(Session *s, const Matrix *w, Input in, float *y, int n, 
     run_products(s, &w, 1, in, &y, n, e);
 }
 
-// norm(x), if the model has this norm: for few tokens gemv applies it, for a chunk a dispatch into h
+// norm(x), if the model has this norm: gemv applies it, for a chunk a dispatch into h
 static Input run_input(Session *s, const float *x, const Norm *w, float *h, int n) {
     const Config *c = &s->m->config;
     if (!w->w && c->norm != NORM_BARE) return (Input){x, NULL};
-    if (n <= FEW && !c->inputs_weighed) return (Input){x, w};
+    if (is_few(s, n) && !c->inputs_weighed) return (Input){x, w};
     run_norm(s, x, w, c->norm, c->dim, h, n, STORE);
     return (Input){h, NULL};
 }
@@ -1160,7 +1167,8 @@ static Session token_alone(const Session *s, int t) {
 static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     Gpu *g = s->gpu;
-    for (int t = 0; n > 1 && n <= FEW && t < n; t++) {   // one after the other, as in decode
+    bool alone = n > 1 && is_few(s, n);
+    for (int t = 0; alone && t < n; t++) {   // one after the other, as in decode
         Session one = token_alone(s, t);
         int q_step = w->n_head * w->hd;
         one.q += t * q_step;
@@ -1170,7 +1178,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
         one.att += (size_t)t * w->n_head * w->vd;
         run_attention(&one, w, 1);
     }
-    if (n > 1 && n <= FEW) return;
+    if (alone) return;
     Cache *kv = &s->cache[s->l];
     const Norm *qn = &w->q_norm, *kn = &w->k_norm, bare = {0};
     bool own = w->k.rows, latent = w->k_b.data, fused = n == 1 && own && !latent;
@@ -1242,7 +1250,8 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
     const Config *c = &s->m->config;
     const Cache *kv = &s->cache[s->l];
     struct attention_args a = {.n = n, .n_head = w->n_head, .n_rot = w->n_rot, .rows = kv->rows,
-                               .at = s->pos - s->gpu->now[NOW_POS], .keep = kv->keep, .q_step = w->q.rows / w->n_head, .eps = c->eps,
+                               .at = s->pos - s->gpu->now[NOW_POS], .keep = kv->keep,
+                               .q_step = w->q.rows / w->n_head, .eps = c->eps,
                                .temp = c->sharpen_scale, .n_ctx = c->sharpen_length};
     run_kernel(s, a, "latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
                                     s->angles[w->window ? WINDOWED : FULL], s->gpu->now}, 8,
@@ -1285,7 +1294,7 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     int k = gate->data ? 2 : 1;   // matrices, the last of the pair
     Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts};
     if (n == 1 && experts == EXPERTS_SORTED) p.n = s->m->layers[s->l].n_used;   // inputs
-    if (n == 1 || (n <= FEW && !experts)) return run_gemv(s, p);
+    if (n == 1 || (is_few(s, n) && !experts)) return run_gemv(s, p);
     if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts});
     if (k > 1) in.x = NULL;
     run_gemm(s, (Products){&up, 1, in, &y, n, p.e, experts});
@@ -1502,11 +1511,12 @@ static void run_layer(Session *s, const Layer *w, int n) {
     float *sum = w->side_by_side ? s->out : s->x, *base = s->x;
     bool moe = w->router.data, latent = w->k_b.data, both = w->n_kv && w->mixer;
     const Norm none = {0}, *post = both ? &none : &w->attn_post_norm;   // of attention
-    for (int t = 0; n > 1 && n <= FEW && !shares_weights(s, w) && t < n; t++) {
+    bool alone = n > 1 && is_few(s, n) && !shares_weights(s, w);
+    for (int t = 0; alone && t < n; t++) {
         Session one = token_alone(s, t);
         run_layer(&one, w, 1);
     }
-    if (n > 1 && n <= FEW && !shares_weights(s, w)) return;
+    if (alone) return;
     if (moe && s->m->config.routed_first)
         run_gemv(s, (Products){(const Matrix *[]){&w->router}, 1, {s->x, NULL}, &s->route, n, STORE,
                                EXPERTS_NONE});
@@ -1635,7 +1645,7 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
     if (!s->gpu) return false;
     device_begin(s->gpu);
     send_tokens(s, ids, n, pos);
-    int few = n <= FEW ? n : 0;
+    int few = is_few(s, n) ? n : 0;
     if (!device_again(s->gpu, few, tokens_key(s, few, rows))) {
         run_layers(s, n);
         if (rows > 0) run_output(s, first, rows);
@@ -1835,8 +1845,9 @@ static void gpu_open(Session *s) {
     device_send(s->gpu, s->slopes, s->m->config.n_head * sizeof *s->slopes);
     device_keep(s->gpu);
     device_often(s->gpu, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
-    bool shares = s->gpu->room;   // else each guess would cost as much as a token
+    // four tokens cost two to three, more gain no more; without a ring each costs as much as one
+    bool shares = s->gpu->room;
     for (int l = 0; l < s->m->config.n_layer; l++) shares &= shares_weights(s, &s->m->layers[l]);
-    if (!shares) s->o.draft = 0;
+    s->o.draft = shares ? smaller(s->o.draft, 3) : 0;
     warm_up(s);
 }
