@@ -4708,7 +4708,8 @@ static void lab_experts(Gpu *g, int type, int n) {
     Lab x = lab(g);
     int dim = format_cols(type, false), ff = dim, both = 1 + type % 2;   // one tensor for two
     int rows = n > USED ? n : USED;
-    bool shared = type % 3, weighed = type % 4 > 1, inputs = type % 4 == 1;   // what is weighed
+    bool shared = type % 3, weighed = type % 4 > 1;   // what is weighed
+    bool inputs = type % 4 == 1 || type == FORMAT_F32;
     RandomMatrix w[6], router = lab_matrix(g, FORMAT_F32, E + 1, dim);
     float *scales = type % 5 ? NULL : lab_floats(g, E + 2, 2), *other = lab_floats(g, n * dim, 1);
     float *in = lab_floats(g, n * dim, 1), *y = lab_floats(g, n * dim, 1);
@@ -4801,8 +4802,8 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     int values = d->n_value * d->dv, channels = conv ? values : 2 * d->n_key * d->dk + values;
     int past = d->conv - 1, group = delta ? d->dv : values / d->n_key;
     Config *c = &x.m.config;
-    *c = (Config){.eps = 1e-5f, .dim = DIM, .conv = d->conv, .n_key = d->n_key, .dk = d->dk,
-                  .n_value = d->n_value, .dv = d->dv, .kda = d->kda ? d->dk : 0,
+    *c = (Config){.causal = true, .eps = 1e-5f, .dim = DIM, .conv = d->conv, .n_key = d->n_key,
+                  .dk = d->dk, .n_value = d->n_value, .dv = d->dv, .kda = d->kda ? d->dk : 0,
                   .kda_lower = d->kda < 0 ? -5 : 0};
     int decays = d->n_value * (d->kda ? d->dk : 1);
     size_t n_conv = past * channels, n_state = conv ? 0 : delta_state_size(c);
