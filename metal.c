@@ -934,7 +934,7 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
     enum { WIDE = 2048, DEEP = 210 << 10, SHALLOW = 112 << 10 };
     Gpu *g = s->gpu;
     size_t bytes = 0;
-    int piece = 0, stride = 0, few = p->n, slots, front;
+    int piece = 0, stride = 0, few = p->n;
     if (!g->room || few > FEW || (few > 1 && p->experts) || p->experts == EXPERTS_HEADS) return 0;
     for (int i = 0; i < p->k; i++) {
         if (quant_row_bytes(p->w[i]->type, 1)) return 0;   // floats have rows of one weight
@@ -954,14 +954,12 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
         stride = larger(stride, ring_stride(a->w[i].piece));
     }
     int slot = RING_TILE * stride, all = DEEP < g->room ? DEEP : g->room;
+    if ((room - 4 * ring_floats(a->cols, ring, false, 1)) / slot < 2) return 0;   // as for one
+    while (few > 1 && all < 4 * ring_floats(a->cols, ring, true, few) + 3 * slot) few--;
     bool several = few > 1;
-    if (several && room < 4 * ring_floats(a->cols, ring, true, few) + 3 * slot) room = all;
-    for (;; few--) {
-        front = ring_floats(a->cols, ring, several, few);
-        slots = (room - 4 * front) / slot;
-        if (slots > 2 || few == 1) break;
-    }
-    if (slots < 2) return 0;
+    int front = ring_floats(a->cols, ring, several, few);
+    if (several && room < 4 * front + 3 * slot) room = all;
+    int slots = (room - 4 * front) / slot;
     a->few = few;
     a->piece = piece;
     a->pieces = div_up(a->cols, piece);
