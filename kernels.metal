@@ -287,7 +287,8 @@ enum { FEW = 8 };
     X(QK_LATE)       /* they are normed after RoPE, not before */ \
     X(GATED)         /* a gate of its output follows each head's query; also see delta_conv */ \
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
-    X(FUSED)       /* attention: it also norms Q and K, applies RoPE and writes the cache */ \
+    X(FUSED)         /* attention: the newest key is added first. 1: it also norms Q and K, applies
+                        RoPE and writes the cache; 2: rope has done that */ \
     X(MERGES)        /* attention: it begins early; a head's last threadgroup merges slices */ \
     X(CAUSAL)        /* a query does not see later positions */ \
     X(SPANS)         /* it sees none before its own span */ \
@@ -1718,15 +1719,17 @@ QUANT_INLINE void rows_add(thread const struct kv_rows *rows, thread const float
                     &state[h]);
 }
 
-// adds the newest key and value, which may not be in their row yet
-QUANT_INLINE void attention_newest(threadgroup const float *k, device const float *v, int pos,
-        constant struct attention_args *a, uint lane, thread struct softmax_state *state) {
+// adds the newest key and value, which are in their row, or else in k_new and v_new
+QUANT_INLINE void attention_newest(threadgroup const float *k_new, device const float *v_new,
+        device const half *k, device const half *v, int pos, constant struct attention_args *a,
+        uint lane, thread struct softmax_state *state) {
     half4 ks[QUADS_MAX], vs[QUADS_MAX];
     int seen = (int)lane < ROW_LANES && visible(pos, pos, a), far = 0;
     QUANT_UNROLL for (int e = 0; e < 4 * quads(); e++) {
-        ks[e / 4][e % 4] = (half)k[lane_quad(e / 4, HEAD_DIM, lane) + e % 4];
-        float value = v[lane_quad(e / 4, VALUE_DIM, lane) + e % 4];
-        vs[e / 4][e % 4] = (half)limited(value, a->limit);
+        int i = lane_quad(e / 4, HEAD_DIM, lane) + e % 4;
+        int j = lane_quad(e / 4, VALUE_DIM, lane) + e % 4;
+        ks[e / 4][e % 4] = FUSED == 1 ? (half)k_new[i] : k[i];
+        vs[e / 4][e % 4] = FUSED == 1 ? (half)limited(v_new[j], a->limit) : v[j];
     }
     QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++)
         softmax_add(1, ks, vs, &seen, &far, 0.0f, a, &state[h]);
@@ -1789,7 +1792,7 @@ QUANT_INLINE void attention_output(thread struct softmax_state *state, threadgro
 }
 
 // What a lane begins with: the slopes of heads from `head` on (those past `last` repeat it), and
-// its quads of their queries times scale, which are staged in qs if FUSED.
+// its quads of their queries times scale, which are staged in qs if FUSED is 1.
 QUANT_INLINE void attention_begin(device const float *q, threadgroup const float *qs,
         device const float *slopes, int head, int last, float scale, uint lane,
         thread float *slope, thread struct softmax_state *state) {
@@ -1798,7 +1801,7 @@ QUANT_INLINE void attention_begin(device const float *q, threadgroup const float
         slope[h] = ALIBI ? slopes[from] * LOG2E : 0.0f;
         QUANT_UNROLL for (int e = 0; e < 4 * quads(); e++) {
             int i = lane_quad(e / 4, HEAD_DIM, lane) + e % 4;
-            float x = FUSED ? qs[h * HEAD_DIM + i] : q[from * query_step() + i];
+            float x = FUSED == 1 ? qs[h * HEAD_DIM + i] : q[from * query_step() + i];
             state[h].q[e] = lane_has(e / 4, HEAD_DIM, lane) ? x * scale : 0.0f;
             state[h].o[e] = 0.0f;
         }
@@ -1829,12 +1832,13 @@ static inline float merged_value(int i, device const float *q, device const floa
 }
 
 // out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q . k) * v, for few queries.
-// FUSED, for one token: QK norm, RoPE and the write to the cache happen here, too. Then each
+// FUSED is 1 for one token: QK norm, RoPE and the write to the cache happen here, too. Then each
 // threadgroup of the last slice computes the newest key itself: another may still be writing it.
+// With 2 each of a few tokens is computed in the order that it has alone.
 // Grid: for each token and KV head, a threadgroup for every QUERY_HEADS of its query heads. A long
 // ring is cut into slices, with a threadgroup for each, whose results go to
-// parts[n_head][slices][..]. Where GPUs order memory between threadgroups (MERGES), the last one of
-// these heads merges them. Its SIMD-groups take turns at the rows, and merge at the end. Bound by
+// parts[n][n_head][slices][..]. Where GPUs order memory between threadgroups (MERGES), the last one
+// of these heads merges them. Its SIMD-groups take turns at the rows, and merge at the end. Bound by
 // memory: 4 bytes of K and V serve 4 FLOP of each query head. More than ATTENTION_HEADS of them
 // would take so many registers that too few SIMD-groups could run at once to hide how long a load
 // takes.
@@ -1850,6 +1854,7 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int head = kv * group + unit % per_kv * QUERY_HEADS, last = (kv + 1) * group - 1;
     int start = now[NOW_POS] + a->at, pos = start + t, used = min(start + a->n, a->rows);
     int slot = FUSED ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
+    bool earlier = FUSED == 1 && a->at == 0;              // all other rows are of earlier passes
     threadgroup float *qs = shared, *ks = qs + QUERY_HEADS * HEAD_DIM;
     struct softmax_state state[ATTENTION_HEADS];
     struct kv_rows loaded;
@@ -1863,34 +1868,36 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     v_new += kv * VALUE_DIM;
     int r = (slice * nsg + sg) * rows, next = a->slices * nsg * rows;
     bool newest = FUSED && slice == a->slices - 1;        // has the new key, besides other rows
-    if (a->at > 0) { input_wait(); }                      // for the row of the token before
+    if (!earlier) { input_wait(); }
     bool some = MERGES && rows_see(&loaded, pos_k, pos, slot, r, used, a, lane);
-    if (some) rows_load(&loaded, k, v, pos, lane);        // of earlier tokens: there is no wait
-    if (!FUSED) { input_wait(); }
-    for (int u = sg; FUSED && u < QUERY_HEADS + newest; u += nsg) {
+    if (some) rows_load(&loaded, k, v, pos, lane);
+    for (int u = sg; FUSED == 1 && u < QUERY_HEADS + newest; u += nsg) {
         bool key = u == QUERY_HEADS;                      // ks is behind qs
         int h = key ? kv : min(head + u, last);
         threadgroup float *to = qs + u * HEAD_DIM;
         device const float *from = key ? k_new : q + h * query_step();
         device const float *norm = key ? k_norm : q_norm;
         device const float *bias = key ? k_bias : q_bias;
-        float y[HEAD_MAX / SIMD_LANES];
+        float y[HEAD_MAX / SIMD_LANES], factor = key ? 1.0f : temperature(pos, a);
         head_rope(key, h, from, norm, bias, angles, a, lane, y);
-        QUANT_UNROLL for (int i = 0; i < lane_numbers(); i++)
-            if (pair_inside(i, lane)) to[pair_index(lane_pair(i, lane), i % 2, a->n_rot)] = y[i];
+        QUANT_UNROLL for (int i = 0; i < lane_numbers(); i++) {
+            int at = pair_index(lane_pair(i, lane), i % 2, a->n_rot);
+            if (pair_inside(i, lane)) to[at] = y[i] * factor;
+        }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);      // staged by some, read by all
-    float scale = query_scale(a) * (FUSED ? temperature(pos, a) : 1.0f);
-    attention_begin(q, qs, slopes, head, last, scale, lane, slope, state);
+    attention_begin(q, qs, slopes, head, last, query_scale(a), lane, slope, state);
     int all = nsg * SIMD_LANES;
-    bool writes = newest && unit % per_kv == 0;
+    bool writes = FUSED == 1 && newest && unit % per_kv == 0;
     for (int i = tid; writes && i < HEAD_DIM; i += all)
         k[(ulong)slot * HEAD_DIM + i] = cached_key(ks[i], v_new, i, a);
     for (int i = tid; writes && i < VALUE_DIM; i += all)
         v[(ulong)slot * VALUE_DIM + i] = cached_value(limited(v_new[i], a->limit));
     if (writes && kv == 0 && tid == 0 && now[NOW_PLACED]) pos_k[slot] = pos;   // not read here
 
-    if (newest && sg == nsg - 1) attention_newest(ks, v_new, pos, a, lane, state);
+    if (newest && sg == nsg - 1)
+        attention_newest(ks, v_new, k + (ulong)slot * HEAD_DIM, v + (ulong)slot * VALUE_DIM, pos, a,
+                         lane, state);
     for (bool early = MERGES; r < used; r += next, early = false) {
         if (!early) some = rows_see(&loaded, pos_k, pos, slot, r, used, a, lane);
         if (!some) continue;
@@ -1908,15 +1915,20 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the count is there
     if (*before + 1 < a->slices) return;                  // the whole threadgroup
     if (tid == 0) now[NOW_SIZE + unit] = 0;               // for the next layer
+    out += (ulong)t * a->n_head * VALUE_DIM;
+    parts += (ulong)t * a->n_head * a->slices * (VALUE_DIM + 2);
     for (int i = head * VALUE_DIM + tid; i < (head + heads) * VALUE_DIM; i += all)
         out[i] = merged_value(i, q, sinks, parts, a);
 }
 
-// A token's out from the parts of a long ring. Grid: a thread for each number.
+// out[n][n_head][VALUE_DIM] from the parts of a long ring. Grid: a thread for each number.
 kernel void attention_merge(device const float *q, device const float *sinks,
         device const float *parts, device float *out, constant struct attention_args *a, PLACE) {
-    int i = tg * MERGE_THREADS + tid;
-    if (i < a->n_head * VALUE_DIM) out[i] = merged_value(i, q, sinks, parts, a);
+    int i = tg * MERGE_THREADS + tid, each = a->n_head * VALUE_DIM, t = i / each;
+    if (t >= a->n) return;
+    q += (ulong)t * a->n_head * query_step();
+    parts += (ulong)t * a->n_head * a->slices * (VALUE_DIM + 2);
+    out[i] = merged_value(i % each, q, sinks, parts, a);
 }
 
 // Writes rows[n][HEAD_DIM], a chunk's latent rows, to the cache: the first VALUE_DIM numbers

@@ -65,14 +65,14 @@ typedef struct Gpu {
     size_t many;                // of more bytes of weights a core, a launch is long
     Pool *pool;                 // the session's, for the compiler
     Map own;                    // memory for what follows
-    int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE + n_head], see kernels.metal
+    int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE + FEW * n_head], see kernels.metal
     uint16_t *halves;           // [rows][half_step of an input], which gemm reads
     float *powers;              // [rows] see halve
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate also takes their results
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
     float *conv;                // [chunk][channels] the output of delta_conv
     float *inputs;              // [chunk][n_layer][per_layer]
-    float *parts;               // [n_head][slices][vd + 2] of a long ring, see Spread
+    float *parts;               // [FEW][n_head][slices][vd + 2] of a long ring, see Spread
     bool dry;                   // what is encoded will not run
     char why[300];              // what went wrong first, or empty
 } Gpu;
@@ -1094,22 +1094,29 @@ typedef struct { int heads, slices, nsg; bool merges; } Spread;
 static int spread_groups(const Layer *w, int heads) {   // threadgroups for a slice of a token
     return div_up(w->n_head / w->n_kv, heads) * w->n_kv;
 }
-static Spread attention_spread(const Gpu *g, const Layer *w, int used, int n) {
+static Spread attention_spread(const Gpu *g, const Layer *w, int used, bool few) {
     int most = attention_most(w->hd, w->vd), group = w->n_head / w->n_kv;
     int step = attention_step(attention_lanes(w->hd, w->vd)), slices = used / ATTENTION_SLICE;
     Spread x = {group < ATTENTION_HEADS ? group : ATTENTION_HEADS, 1, most,
-                g->room && n == 1 && w->k.rows && !w->k_b.data};
+                g->room && few && w->k.rows && !w->k_b.data};
     if (x.merges) slices = div_up(used, larger(step * most, ATTENTION_SLICE));
     if (x.merges && w->n_head * slices <= ATTENTION_FILL) x.heads = 1;
     int fill = ATTENTION_FILL / spread_groups(w, x.heads);
     if (slices > fill) slices = fill;
-    if (n == 1 && slices > 1) x.slices = slices;
+    if (few && slices > 1) x.slices = slices;
     int steps = div_up(div_up(used, x.slices), step);
     if (steps < most) x.nsg = steps;
     return x;
 }
 static int ring_used(const Session *s, int rows, int n) {   // rows of it, after n more tokens
     return s->pos + n < rows ? s->pos + n : rows;
+}
+// that of the n-th token from here on
+static Spread token_spread(const Session *s, const Layer *w, int rows, int n) {
+    return attention_spread(s->gpu, w, ring_used(s, rows, n), true);
+}
+static bool spread_alike(Spread x, Spread y) {
+    return x.slices == y.slices && x.heads == y.heads && x.nsg == y.nsg;
 }
 
 // What attention's kernels bind, in the order of their parameters: each but attention_merge has a
@@ -1161,12 +1168,18 @@ static Session token_alone(const Session *s, int t) {
 
 // QK norm, RoPE, the write to the cache, and s->att[n][n_head][vd]: one dispatch for one token, two
 // for a chunk (but one if latent) or where another layer's keys are read; one more for a norm of a
-// whole projection, one for a norm of values, and one to merge a ring's slices
+// whole projection, one for a norm of values, and one to merge a ring's slices. Each of a few
+// tokens has the spread that it has alone: if they differ, the tokens run one after the other. (A
+// spread grows with the rows: if the first and the last are alike, so are those between.)
 static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     Gpu *g = s->gpu;
-    bool alone = n > 1 && is_few(s, n);
-    for (int t = 0; alone && t < n; t++) {   // one after the other, as in decode
+    Cache *kv = &s->cache[s->l];
+    bool few = is_few(s, n);
+    Spread spread = few ? token_spread(s, w, kv->rows, n)
+                        : attention_spread(g, w, ring_used(s, kv->rows, n), false);
+    bool apart = few && !spread_alike(spread, token_spread(s, w, kv->rows, 1));
+    for (int t = 0; apart && t < n; t++) {
         Session one = token_alone(s, t);
         int q_step = w->n_head * w->hd;
         one.q += t * q_step;
@@ -1176,13 +1189,12 @@ static void run_attention(Session *s, const Layer *w, int n) {
         one.att += (size_t)t * w->n_head * w->vd;
         run_attention(&one, w, 1);
     }
-    if (alone) return;
-    Cache *kv = &s->cache[s->l];
+    if (apart) return;
     const Norm *qn = &w->q_norm, *kn = &w->k_norm, bare = {0};
-    bool own = w->k.rows, latent = w->k_b.data, fused = n == 1 && own && !latent;
+    bool own = w->k.rows, latent = w->k_b.data;
+    int fused = few && own && !latent ? 1 + (n > 1) : 0;
     int qk_normed = qk_norm_bit(qn) | qk_norm_bit(kn) << 1;
     int lanes = attention_lanes(w->hd, w->vd);
-    Spread spread = attention_spread(g, w, ring_used(s, kv->rows, n), n);
     int heads = spread.heads, slices = spread.slices, nsg = spread.nsg;
     bool spans = c->span && w->window;
     struct attention_args a = {
@@ -1212,17 +1224,17 @@ static void run_attention(Session *s, const Layer *w, int n) {
         run_norm(s, s->v, &bare, NORM_RMS, w->vd, s->v, n * w->n_kv, STORE);
     struct attention_args b = a;   // of rope, which caches no keys if another layer's are read
     if (!own) b.n_kv = 0;
-    if (!fused && !latent)
+    if (fused != 1 && !latent)
         run_stretch(g, &d, &b, "rope", AT_V_NEW, AT_NOW, UNITS(n * (w->n_head + 2 * b.n_kv)), 0);
-    if (!run_flash(s, w, &d, &a))
+    if (few || !run_flash(s, w, &d, &a))
         run_stretch(g, &d, &a, "attention", AT_V_NEW, AT_PARTS,
                     (size_t)n * spread_groups(w, heads) * slices, nsg * SIMD_LANES,
                     attention_floats(heads, w->hd, w->vd, nsg, lanes));
     if (slices == 1 || spread.merges) return;
     Dispatch merge = {.bound = {q, w->sinks, g->parts, s->att}};
     memcpy(merge.constant, d.constant, sizeof d.constant);
-    run_stretch(g, &merge, &a, "attention_merge", 0, 3, div_up(w->n_head * w->vd, MERGE_THREADS),
-                MERGE_THREADS, 0);
+    run_stretch(g, &merge, &a, "attention_merge", 0, 3,
+                div_up(n * w->n_head * w->vd, MERGE_THREADS), MERGE_THREADS, 0);
 }
 
 // x[n] times gates in s->z, each of which serves `each` numbers
@@ -1613,7 +1625,7 @@ static uint64_t tokens_key(const Session *s, int n, int rows) {
         int l = i / n, past = i % n + 1;
         const Layer *w = &s->m->layers[l];
         Spread x = {0};
-        if (w->n_kv) x = attention_spread(s->gpu, w, ring_used(s, s->cache[l].rows, past), 1);
+        if (w->n_kv) x = token_spread(s, w, s->cache[l].rows, past);
         key = (key ^ (x.slices << 16 | x.heads << 8 | x.nsg)) * 0x100000001b3;
     }
     return key;
@@ -1716,8 +1728,8 @@ static void plan_gpu(Session *s, Arena *a) {
             wide = larger(wide, half_step(s->m->gguf->tensors[i].ne[0]));
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
-        int slices = w->n_kv ? attention_spread(g, w, s->cache[l].rows, 1).slices : 0;
-        parts = larger(parts, (size_t)w->n_head * slices * (w->vd + 2));
+        int slices = w->n_kv ? attention_spread(g, w, s->cache[l].rows, true).slices : 0;
+        parts = larger(parts, (size_t)FEW * w->n_head * slices * (w->vd + 2));
         heads = larger(heads, w->n_head);
         if (w->router.data) ff = larger(ff, w->ff), out = larger(out, w->down.rows);
         if (w->mixer) conv = larger(conv, w->conv_in.rows);
@@ -1725,7 +1737,7 @@ static void plan_gpu(Session *s, Arena *a) {
             wide = larger(wide, w->n_head * half_step(larger(w->k_b.cols, w->v_b.cols)));
     }
     g->ids = arena_take(a, n, sizeof *g->ids);
-    g->now = arena_take(a, NOW_SIZE + heads, sizeof *g->now);
+    g->now = arena_take(a, NOW_SIZE + FEW * heads, sizeof *g->now);
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
     wide = larger(n * wide, choices * half_step(c->inputs_weighed ? larger(ff, out) : ff));

@@ -4342,8 +4342,8 @@ static Session *lab_session(Lab *x) {   // its structs point into the Lab, so on
 static Session *lab_begin(Lab *x) {   // lab_end runs what is encoded from here on
     lab_session(x);
     soft.n_run = 0;
-    x->g->now = lab_bytes(x->g, (NOW_SIZE + 64) * sizeof *x->g->now);
-    memset(x->g->now, 0, (NOW_SIZE + 64) * sizeof *x->g->now);
+    x->g->now = lab_bytes(x->g, (NOW_SIZE + FEW * 64) * sizeof *x->g->now);
+    memset(x->g->now, 0, (NOW_SIZE + FEW * 64) * sizeof *x->g->now);
     x->g->halves = lab_bytes(x->g, 2 << 17);   // more than gemm ever takes here
     x->g->powers = lab_floats(x->g, (1 << 17) / GEMM_K, 1);
     x->g->now[NOW_POS] = x->s.pos;
@@ -4616,7 +4616,8 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
                      .v = lab_floats(g, n * KV * vd, 1), .att = lab_floats(g, n * H * vd, 1),
                      .q = lab_floats(g, n * H * hd, 1), .mix = lab_floats(g, n * H * hd * 2, 2),
                      .z = lab_floats(g, n * H * hd, 1), .angles = {lab_floats(g, n * t->n_rot, 1)}};
-    g->parts = lab_floats(g, H * attention_spread(g, &x->w, t->rows, 1).slices * (vd + 2), 1);
+    int slices = attention_spread(g, &x->w, t->rows, true).slices;
+    g->parts = lab_floats(g, FEW * H * slices * (vd + 2), 1);
 }
 
 static void lab_attention(Gpu *g, const AttentionCase *t) {
@@ -5312,9 +5313,9 @@ static void check_parts(const Model *m) {
     const Layer *w = m->layers;
     one.config.n_layer = 1;
     Session *s = open_gpu(&one, (Options){.chunk = 9, .window = 2000});
-    int slices = s->gpu ? attention_spread(s->gpu, w, s->cache[0].rows, 1).slices : 0;
+    int slices = s->gpu ? attention_spread(s->gpu, w, s->cache[0].rows, true).slices : 0;
     long room = s->gpu ? (float *)s->gpu->halves - s->gpu->parts : 0;
-    long extra = room - w->n_head * slices * (m->config.vd + 2);
+    long extra = room - FEW * w->n_head * slices * (m->config.vd + 2);
     CHECK(slices > 1 && extra >= 0 && extra < 64, "%ld floats for %d slices", room, slices);
     session_close(s);
 }
@@ -5434,7 +5435,7 @@ static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int6
 static void bench_attention(Gpu *g, const char *name, int H, int hd, int rows, int n, int type) {
     enum { D = 4096, FF = 14336, KV = 8, COPIES = 8 };
     double bytes = 4.0 * KV * rows * hd, flop = 4.0 * hd * H * n * (rows - (n - 1) / 2.0);
-    int32_t *pos = need(rows * sizeof *pos), now[NOW_SIZE] = {[NOW_POS] = rows - n};
+    int32_t *pos = need(rows * sizeof *pos), now[NOW_SIZE + FEW * 64] = {[NOW_POS] = rows - n};
     Cache c[COPIES];
     Layer w[COPIES];
     Lab x = lab(g);
