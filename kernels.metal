@@ -293,9 +293,11 @@ enum { FEW = 8 };
     X(CAUSAL)        /* a query does not see later positions */ \
     X(SPANS)         /* it sees none before its own span */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
-    X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups */ \
+    X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups; \
+                        gemv_ring: ring_inputs has staged it */ \
     X(RING)          /* gemv_ring: threadgroups that fit side by side, 1 or 2 */ \
-    X(SEVERAL)       /* gemv_ring: up to FEW tokens, not one */ \
+    X(SETS)          /* gemv_ring: of four tokens each, 1 or 2; 0: one token */ \
+    X(TEAMS)         /* gemv_ring: of workers, each with a tile of its own */ \
     X(TILE_TOKENS) X(TILE_ROWS)   /* gemm: tokens and rows of a tile */ \
     X(BUFFERS)       /* gemm, flash_attention: buffers of tiles, 1 or 2 */ \
     X(ASKS)          /* delta_rule: the delta rule, which asks the state; else a state space */ \
@@ -315,10 +317,13 @@ enum {
     GEMV_FILL = 2048,                                 // so many SIMD-groups fill a GPU
     STAGED_SIMDGROUPS = 8, STAGED_COLS = 3072,        // where gemv stages inputs; the longest ones
     RING_WORKERS = 8, RING_COPIERS = 2,               // SIMD-groups
-    RING_THREADS = (RING_WORKERS + RING_COPIERS) * SIMD_LANES,
     RING_TILE = 16, RING_SLOTS = 32,                  // rows of a slot; most slots
     RING_PIECE = 1024,                                // bytes of a row in a slot, about
     RING_SUMS = 128, FEW_SUMS = 256,                  // of a SIMD-group between two barriers
+    RING_GROUP = 28, SET_TOKENS = 4,                  // floats of a staged group; tokens of a set
+    CODES_STEP = 132, SCALES_STEP = 40,               // words of 4 groups' codes, of their scales
+    EXCHANGE = 4 * CODES_STEP + 8 * SCALES_STEP,      // both, of a SIMD-group
+    RING_INPUTS = 8,                                  // most chunks of input
     DOT_STEPS = 4,                                    // loads of floats that overlap
     X_STRIDE = 36, X_FLOATS = 32 * X_STRIDE,          // 32 groups of x, 4 floats between them
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at once
@@ -369,7 +374,7 @@ struct product_args {
     int32_t each;                          // choices, or heads, of a token
     int32_t units;                         // of all matrices; in gemm: the most tiles of tokens
     int32_t piece, pieces, stride, slots;  // of gemv_ring, whose units are its threadgroups; its
-    int32_t few;                           // tokens, at most FEW
+    int32_t few, inputs;                   // tokens, at most FEW; chunks of input in memory
     float eps, factor;                     // factor: of W x + bias
     struct finish_args end;
 };
@@ -429,8 +434,9 @@ static inline int staged_floats(int cols) {
 // at once, as the codes of two share words in many formats; columns as they are staged; columns of
 // a piece of a row, which has a KB at least, as a copy takes a while whatever its length; bytes
 // from a row of a slot to the next, which begins 16 bytes on in the banks and has room to be copied
-// from a multiple of 16 bytes to another; floats of a token's input; floats of threadgroup memory
-// in front of the slots: barriers, zeros, workers' sums of squares, two buffers of sums, inputs
+// from a multiple of 16 bytes to another; floats of a staged group; groups of a worker's chunk of
+// input; floats of threadgroup memory in front of the slots: barriers, zeros, workers' sums of
+// squares, two buffers of sums, and inputs
 static inline int ring_span(int ring) { return ring > 1 ? 1 : 2; }
 static inline int ring_padded(int cols, int ring) {
     return div_up(cols, 128 * ring_span(ring)) * 128 * ring_span(ring);
@@ -441,13 +447,22 @@ static inline int ring_cols(int cols, int row_bytes, int ring) {
     return div_up(div_up(cols, pieces), round) * round;
 }
 static inline int ring_stride(int bytes) { return (bytes + 32 + 15) / 32 * 32 + 16; }
-static inline int ring_input(int cols, int ring) {
-    return ring_padded(cols, ring) / 32 * X_STRIDE;
+static inline int ring_group(int sets) {
+    return sets ? 64 * (1 + sets) + 4 * SET_TOKENS * sets : RING_GROUP;
 }
-static inline int ring_sums(int several) { return several ? FEW_SUMS : RING_SUMS; }
-static inline int ring_floats(int cols, int ring, int several, int tokens) {
-    return 4 * RING_SLOTS + SIMD_LANES + RING_WORKERS * (FEW + 2 * ring_sums(several)) +
-           tokens * ring_input(cols, ring);
+static inline int ring_chunk(int piece, int ring) {
+    int turn = 4 * ring_span(ring);
+    return div_up(piece, 32 * turn * RING_WORKERS) * turn;
+}
+static inline int ring_threads(int teams) {
+    return (teams * RING_WORKERS + RING_COPIERS) * SIMD_LANES;
+}
+static inline int ring_sums(int sets) { return sets ? FEW_SUMS : RING_SUMS; }
+static inline int ring_floats(int cols, int piece, int ring, int sets, int teams, int inputs) {
+    int floats = 4 * RING_SLOTS + SIMD_LANES + RING_WORKERS * (FEW + 2 * ring_sums(sets));
+    if (!sets) return floats + ring_padded(cols, ring) / 32 * RING_GROUP;
+    int chunk = ring_chunk(piece, ring) * ring_group(sets);
+    return floats + RING_WORKERS * (4 * RING_INPUTS + teams * EXCHANGE + inputs * chunk);
 }
 
 // gemm: columns of a row of halves, which is whole steps; floats of threadgroup memory: where the
@@ -1140,14 +1155,20 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 // counts the rows that have come, `is_free` the workers that are through with them.
 //
 // A worker stages the columns of x that it will need as integers: a power of two brings the largest
-// of a group to 2^29 .. 2^30. An integer has four digits of base 256, each a signed byte: the bytes
-// of (i + 0x00808080) ^ 0x00808080. They are 0x0000012c for 300, which is 1 * 256 + 44, and
-// 0x000001c8 for 200, which is 1 * 256 - 56. A group has X_STRIDE words: 8 with the lowest digits
-// of its 32 numbers, 8 with each of the other three, the sums of its first 16 numbers and of the
-// others, and the power.
+// of a group to 2^21 .. 2^22. An integer has three digits of base 256, each a signed byte: those of
+// (i + 0x8080) ^ 0x8080. They are 0x00012c for 300, which is 1 * 256 + 44, and 0x0001c8 for 200,
+// which is 1 * 256 - 56. A group has RING_GROUP words: 8 with the lowest digits of its 32 numbers,
+// 8 with each of the other two, the sums of its first 16 numbers and of the others, the power, and
+// the sum of all.
 //
-// SEVERAL tokens meet the weights once they are decoded. Each has sums of its own, which are added
-// as they are for one token: so they have the same bits. Then fewer rows' sums meet at a time.
+// Up to eight tokens, in SETS of four, meet the weights once these are decoded. Four lanes, each of
+// which has decoded a group, hand it out: then a product has one group, and digits of four tokens.
+// Each token's sums are added in the order that they have for one token, so they are the same bits.
+// More is computed now than memory can hide, and a SIMD-group waits often for its own results: so
+// there are two TEAMS of workers where memory has room, each with a tile of its own. If it would
+// take long to stage the inputs here, ring_inputs has STAGED them, and a worker copies its columns
+// chunk by chunk, as pieces of rows are copied; or again for each pair of tiles, if not all chunks
+// have room.
 //
 // Its words, which GPUs without HAS_RING lack:
 //   mbarrier_init(b, n)             a phase of it ends with n arrivals; parities are 0, 1, 0 ..
@@ -1164,7 +1185,7 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 //                                   l / 4 in c[0] and c[1], in row l / 4 + 8 in c[2] and c[3]
 
 // A power of two that a decoder has subtracted is added again: then both go away. It is taken off
-// the sum.
+// the sum, see group_add.
 static inline int byte_bias(int format) {
     int bias = format_bias(format);
     return bias < 64 && (bias & (bias - 1)) == 0 ? bias : 0;
@@ -1174,38 +1195,84 @@ QUANT_INLINE uint code_bytes(int format, uint word) {
     return bias ? (word ^ 0x80808080) - (128 - bias) * 0x01010101 : word;   // no byte borrows
 }
 
-// The sums of c * x over the codes of two groups, qa of format fa and qb of fb, in which x is this
-// lane's group, as it is staged. s[0] of qa and s[2] of qb are of 32 codes; or, where 16 share a
-// scale, of the first 16, and s[1] and s[3] of the others. A lane has its codes' four columns of a
-// product's left operand. Of the right one, columns 2 i and 2 i + 1 have two digits of group i,
-// with zeros where other groups' codes meet them: so each lane gets the sums of the group that it
-// has decoded. `right` is where it loads its part, see right_operand.
+// The sum of c * x from the sums of c * digit
+QUANT_INLINE float digits_sum(int low, int middle, int high) {
+    return 65536.0f * (float)high + (float)(low + 256 * middle);
+}
+
+// Adds a group's part of a row's product. s[0] is the sum of c * x of 32 codes; or, where 16 share
+// a scale, of the first 16, and s[1] of the others. d: two scales, two offsets. x: the sums of the
+// first 16 numbers and of the others, the power, the sum of all. One product is added at a time: so
+// a compiler that makes one instruction of both has no choice which.
+QUANT_INLINE void group_add(int format, bool halves, thread const float *s, thread const float *d,
+        float4 x, thread float *acc) {
+    float bias = byte_bias(format), m0 = bias > 0.0f ? -bias * d[0] : d[2];
+    float m1 = bias > 0.0f ? -bias * d[1] : d[3];
+    bool offset = bias > 0.0f || format_bias(format) == 0;
+    if (offset) *acc += m0 * (halves ? x[0] : x[3]);
+    if (offset && halves) *acc += m1 * x[1];
+    *acc += d[0] * x[2] * s[0];
+    if (halves) *acc += d[1] * x[2] * s[1];
+}
+
+// Adds a unit's parts of one token: acc[0] and acc[1] of two rows, of which the lane has decoded a
+// group: qa of format fa, qb of fb. A lane has its codes' four columns of a product's left operand.
+// Of the right one, columns 2 i and 2 i + 1 have two digits of group i, with zeros where other
+// groups' codes meet them: so each lane gets the sums of the group that it has decoded. x is this
+// lane's group, as it is staged; low and high are where it loads its part of the digits.
 QUANT_INLINE void codes_dot(int fa, int fb, thread const uint *qa, thread const uint *qb,
-        threadgroup const float *x, threadgroup const float *right, thread float *s) {
+        thread const float *da, thread const float *db, threadgroup const float *x,
+        threadgroup const float *low, threadgroup const float *high, thread float *acc) {
     bool halves = format_halves(fa) || format_halves(fb);
+    float4 in = *(threadgroup const float4 *)(x + 24);
+    float sa[2], sb[2];
     QUANT_UNROLL for (int h = 0; h < (halves ? 2 : 1); h++) {
         int lower[4] = {0, 0, 0, 0}, upper[4] = {0, 0, 0, 0};
         QUANT_UNROLL for (int j = 4 * h; j < (halves ? 4 * h + 4 : 8); j += 2) {
             uint a[4] = {code_bytes(fa, qa[j]), code_bytes(fb, qb[j]), code_bytes(fa, qa[j + 1]),
                          code_bytes(fb, qb[j + 1])};
-            uint2 low = *(threadgroup const uint2 *)(right + j);
-            uint2 high = *(threadgroup const uint2 *)(right + 16 + j);
-            uint b[4] = {low[0], low[1], high[0], high[1]};
+            uint2 two = *(threadgroup const uint2 *)(low + j);
+            uint2 one = *(threadgroup const uint2 *)(high + j);
+            uint b[4] = {two[0], two[1], one[0], one[1]};
             multiply_bytes(lower, a, b);
             multiply_bytes(upper, a, b + 2);
         }
-        float sum = halves ? x[32 + h] : x[32] + x[33];
-        QUANT_UNROLL for (int i = 0; i < 4; i += 2) {
-            int bias = byte_bias(i ? fb : fa);
-            s[i + h] = 65536.0f * (float)(upper[i] + 256 * upper[i + 1]) +
-                       (float)(lower[i] + 256 * lower[i + 1]);
-            if (bias) s[i + h] -= (float)bias * sum;
-        }
+        sa[h] = digits_sum(lower[0], lower[1], upper[0]);
+        sb[h] = digits_sum(lower[2], lower[3], upper[2]);
     }
+    group_add(fa, halves, sa, da, in, &acc[0]);
+    group_add(fb, halves, sb, db, in, &acc[1]);
 }
-static inline threadgroup const float *right_operand(threadgroup const float *x,
-        threadgroup const float *zeros, uint lane) {
-    return lane / 8 == lane % 4 ? x + lane / 4 % 2 * 8 : zeros;
+
+// The same for SETS of four tokens and one group of a unit, whose codes are in the left operand a.
+// x is the staged group, of which a lane has 2 + 2 SETS words: from its columns of right operands.
+// Columns 2 i and 2 i + 1 have the two lowest digits of a set's token i; or, in the second two
+// words, the highest digit of token i of each set. So lane l gets the sums of a set's token l % 4,
+// which are added to acc[set][4][2]: the unit's groups have sums of their own, as lanes have above.
+QUANT_INLINE void few_dot(int fa, int fb, thread const uint *a, thread const float *da,
+        thread const float *db, threadgroup const float *x, uint lane, thread float *acc) {
+    bool halves = format_halves(fa) || format_halves(fb);
+    int words = 2 + 2 * SETS, upper[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+    threadgroup const float *mine = x + words * lane, *ins = x + words * SIMD_LANES;
+    uint2 high = *(threadgroup const uint2 *)(mine + 2);
+    QUANT_UNROLL for (int h = 0; h < (halves ? 2 : 1); h++) {
+        uint b[2] = {halves && h ? 0 : high[0], halves && !h ? 0 : high[1]};
+        multiply_bytes(upper[h], a, b);
+    }
+    QUANT_UNROLL for (int set = 0; set < SETS; set++, acc += 8) {
+        uint2 low = *(threadgroup const uint2 *)(mine + 4 * set);
+        float4 in = *(threadgroup const float4 *)(ins + 4 * (SET_TOKENS * set + (int)lane % 4));
+        float sa[2], sb[2];
+        QUANT_UNROLL for (int h = 0; h < (halves ? 2 : 1); h++) {
+            int lower[4] = {0, 0, 0, 0};
+            uint b[2] = {halves && h ? 0 : low[0], halves && !h ? 0 : low[1]};
+            multiply_bytes(lower, a, b);
+            sa[h] = digits_sum(lower[0], lower[1], upper[h][set]);
+            sb[h] = digits_sum(lower[2], lower[3], upper[h][2 + set]);
+        }
+        group_add(fa, halves, sa, da, in, &acc[0]);
+        group_add(fb, halves, sb, db, in, &acc[1]);
+    }
 }
 
 #define IS_GLU (EPILOGUE == EPILOGUE_GLU)
@@ -1215,8 +1282,9 @@ static inline threadgroup const float *right_operand(threadgroup const float *x,
 // with `first`; the tile ends before `end`, and where sums meet at a barrier.
 struct ring_tile { int which, t, row, n; };
 static inline int tile_rows(void) { return IS_GLU ? RING_TILE / 2 : RING_TILE; }
-static inline int ring_tokens(void) { return SEVERAL ? FEW : 1; }   // at most
-static inline int sums_met(void) { return ring_sums(SEVERAL) / ring_tokens(); }   // of a token
+static inline int sums_met(void) {                        // of a token
+    return ring_sums(SETS) / (SETS ? SET_TOKENS * SETS : 1);
+}
 static inline int rows_met(void) { return IS_GLU ? sums_met() / 2 : sums_met(); }
 static inline struct ring_tile tile_at(int r, int first, int end, constant struct product_args *a) {
     int n0 = a->w[0].rows, n1 = n0 + a->w[1].rows;
@@ -1226,6 +1294,11 @@ static inline struct ring_tile tile_at(int r, int first, int end, constant struc
     x.row -= EXPERTS ? x.t * n0 : OF_THREE(x.which, 0, n0, n1);
     x.n = min(x.n, min(a->w[x.which].rows - x.row, rows_met() - (r - first) % rows_met()));
     return x;
+}
+
+// Is there a tile for a second team, which begins `n` rows on from row r?
+static inline bool has_second(int r, int n, int first, int end) {
+    return TEAMS > 1 && r + n < end && (r + n - first) % rows_met() != 0;
 }
 
 // row i of a slot: its matrix, and its row in the tile
@@ -1254,18 +1327,21 @@ static inline void ring_copy(threadgroup mbarrier *full, threadgroup mbarrier *i
         device const uchar *w2, device const int *chosen, int first, int end, int i,
         constant struct product_args *a) {
     struct ring_place at = {0, 0};
-    struct ring_tile x;
-    for (int r = first; r < end; r += x.n) {
-        x = tile_at(r, first, end, a);
-        int which = slot_matrix(i, x), row = slot_row(i);
-        constant struct kernel_matrix *m = &a->w[which];
-        device const uchar *from = OF_THREE(which, w0, w1, w2);
-        from += row_start(m, EXPERTS ? chosen[x.t] : 0, x.row + row);
-        for (int p = 0; p < a->pieces; p++, from += m->piece) {
+    for (int r = first, n; r < end; r += n) {
+        struct ring_tile x = tile_at(r, first, end, a), y = x;
+        bool two = has_second(r, x.n, first, end);
+        if (two) y = tile_at(r + x.n, first, end, a);
+        n = two ? x.n + y.n : x.n;
+        for (int k = 0; k < (two ? 2 : 1) * a->pieces; k++) {
+            struct ring_tile t = two && k % 2 ? y : x;
+            int p = two ? k / 2 : k, which = slot_matrix(i, t), row = slot_row(i);
+            constant struct kernel_matrix *m = &a->w[which];
+            device const uchar *from = OF_THREE(which, w0, w1, w2);
+            from += row_start(m, EXPERTS ? chosen[t.t] : 0, t.row + row) + (ulong)p * m->piece;
             uint skew = (ulong)from % 16, n = skew + min(m->piece, m->row_bytes - p * m->piece);
             if (at.round > 0) mbarrier_wait(&is_free[at.slot], (at.round - 1) % 2);
             threadgroup uchar *to = slots + (at.slot * RING_TILE + i) * a->stride;
-            mbarrier_copy(&full[at.slot], to, from - skew, row < x.n ? (n + 15) / 16 * 16 : 0);
+            mbarrier_copy(&full[at.slot], to, from - skew, row < t.n ? (n + 15) / 16 * 16 : 0);
             ring_step(&at, a->slots);
         }
     }
@@ -1286,25 +1362,36 @@ QUANT_INLINE void turn_bytes(thread uint *w) {
     }
 }
 
-// Stages four neighbours of x, normed, from number i of their group on; eight lanes have a group
-static inline void stage_four(float4 x, int i, threadgroup float *group) {
+// Where a staged group has word w (of 8) of digit k of token t; see few_dot
+static inline int digit_at(int k, int w, int t) {
+    int set = t / SET_TOKENS, col = 2 * (t % SET_TOKENS) + (k < 2 ? k : set);
+    if (!SETS) return 8 * k + w;
+    return (4 * col + w % 4) * (2 + 2 * SETS) + (k < 2 ? 4 * set : 2) + w / 4;
+}
+
+// Stages four neighbours of token t's x, normed, from number i of their group on; eight lanes have
+// a group
+static inline void stage_four(float4 x, int i, int t, threadgroup float *group) {
     float top = 1e-30f, sum = 0.0f;
     uint digit[4];
+    threadgroup float *in = group + (SETS ? SIMD_LANES * (2 + 2 * SETS) + 4 * t : 24);
     for (int e = 0; e < 4; e++) top = max(top, fabs(x[e]));
     for (int d = 1; d < 8; d *= 2) top = max(top, simd_shuffle_xor(top, d));
-    int power = max(-90, min(exponent_of(top), 120)) - 29;
+    int power = max(-90, min(exponent_of(top), 120)) - 21;
     for (int e = 0; e < 4; e++) {
-        float number = x[e] * power_of_two(-power);
+        float number = rint(x[e] * power_of_two(-power));
         sum += number;
-        digit[e] = ((uint)(int)rint(number) + 0x00808080) ^ 0x00808080;
+        digit[e] = ((uint)(int)number + 0x8080) ^ 0x8080;
     }
     turn_bytes(digit);                                    // now digit[k] has the four's digits k
-    for (int k = 0; k < 4; k++) ((threadgroup uint *)group)[8 * k + i / 4] = digit[k];
+    QUANT_UNROLL for (int k = 0; k < 3; k++)
+        ((threadgroup uint *)group)[digit_at(k, i / 4, t)] = digit[k];
     sum += simd_shuffle_xor(sum, 1);
     sum += simd_shuffle_xor(sum, 2);
-    float all = sum + simd_shuffle_xor(sum, 4);
-    if (i % 16 == 0) group[32 + i / 16] = sum;
-    if (i == 0) group[34] = power_of_two(power) + (all - all);   // NaN for infinity and NaN
+    float all = sum + simd_shuffle_xor(sum, 4), unit = power_of_two(power);
+    if (i % 16 == 0) in[i / 16] = sum * unit;
+    if (i == 0) in[2] = unit + (all - all);               // NaN for infinity and NaN
+    if (i == 0) in[3] = all * unit;
 }
 
 // The first of the four columns that a lane stages of number n of its worker's 128 columns
@@ -1313,101 +1400,193 @@ static inline int worker_col(int n, uint sg, uint lane) {
     return 128 * (span * (n / span * RING_WORKERS + (int)sg) + n % span) + 4 * (int)lane;
 }
 
-// Waits for x, and stages this worker's columns of it, after its norm; returns the sum of their x *
-// x in all lanes. The norm's weights are no launch's output: the first of them are loaded before.
-static inline float ring_stage(thread struct row_input *in, threadgroup float *xs, float eps,
-        uint sg) {
-    enum { STEPS = 4 };
-    int padded = ring_padded(in->cols, RING);
+// how many steps of columns a worker has
+static inline int worker_steps(int cols, int sg) {
+    int span = ring_span(RING), left = ring_padded(cols, RING) - 128 * span * sg;
+    return max(div_up(left, 128 * span * RING_WORKERS), 0) * span;
+}
+
+// Where a worker has a staged group of its columns: if there are SETS, it has no others
+static inline int staged_at(int group) {
+    int turn = 4 * ring_span(RING);
+    return SETS && !STAGED ? group / (turn * RING_WORKERS) * turn + group % turn : group;
+}
+
+// Waits for x, and stages this worker's steps `first` to end - 1 of it, after its norm: those of
+// tokens t, t + TEAMS, .. below `tokens`. squares[token][RING_WORKERS] gets the sums of x * x. The
+// norm's weights are no launch's output: the first of them are loaded before. The next token's x is
+// loaded while one is staged.
+enum { STAGE_STEPS = 4 };
+static inline void stage_load(thread const struct row_input *in, int t, int sg, int n, int x_step,
+        thread float4 *v) {
+    QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++)
+        v[j] = four_floats(in->x + (ulong)t * x_step, worker_col(n + j, sg, in->lane), in->cols);
+}
+static inline void ring_stage(struct row_input in, int t, int tokens, threadgroup float *xs,
+        threadgroup float *squares, int sg, int first, int end, constant struct product_args *a) {
     float square = 0.0f;
-    float4 w[STEPS], v[STEPS];
-    QUANT_UNROLL for (int j = 0; j < STEPS; j++)
-        w[j] = norm_weights(worker_col(j, sg, in->lane), in);
+    float4 w[STAGE_STEPS], v[STAGE_STEPS], next[STAGE_STEPS];
+    QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++)
+        w[j] = norm_weights(worker_col(first + j, sg, in.lane), &in);
     input_wait();
-    if (norm_first())
-        in->scale = norm_scale(in->x, 0, 0.0f, in->cols, eps, 0, 1, 0, in->lane, &in->mean);
-    for (int n = 0; worker_col(n, sg, 0) < padded; n += STEPS) {
-        QUANT_UNROLL for (int j = 0; j < STEPS; j++)
-            v[j] = four_floats(in->x, worker_col(n + j, sg, in->lane), in->cols);
-        QUANT_UNROLL for (int j = 0; j < STEPS && n > 0; j++)
-            w[j] = norm_weights(worker_col(n + j, sg, in->lane), in);
-        QUANT_UNROLL for (int j = 0; j < STEPS; j++) {
-            int i = worker_col(n + j, sg, in->lane);
-            if (i >= padded) break;                       // all lanes
+    if (SETS) stage_load(&in, min(t, tokens - 1), sg, first, a->x_step, next);
+    for (int n = first; t < tokens;) {
+        int then = n + STAGE_STEPS < end ? n + STAGE_STEPS : first, before = t;
+        if (!SETS) stage_load(&in, t, sg, n, a->x_step, next);
+        QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++) v[j] = next[j];
+        if (then == first) t += SETS ? TEAMS : 1;
+        if (SETS) stage_load(&in, min(t, tokens - 1), sg, then, a->x_step, next);
+        if (norm_first() && n == first)
+            in.scale = norm_scale(in.x + (ulong)before * a->x_step, 0, 0.0f, in.cols, a->eps, 0, 1,
+                                  0, in.lane, &in.mean);
+        QUANT_UNROLL for (int j = 0; j < STAGE_STEPS && end - first > STAGE_STEPS; j++)
+            w[j] = norm_weights(worker_col(n + j, sg, in.lane), &in);
+        QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++) {
+            int i = worker_col(n + j, sg, in.lane);
+            if (n + j >= end) break;                      // all lanes
             for (int e = 0; e < 4; e++) square += v[j][e] * v[j][e];
-            stage_four(normed_by(v[j], w[j], i, in), i % 32, xs + i / 32 * X_STRIDE);
+            float4 x = {0.0f, 0.0f, 0.0f, 0.0f};          // behind the row's end
+            if (i < in.cols) x = normed_by(v[j], w[j], i, &in);
+            stage_four(x, i % 32, before, xs + staged_at(i / 32) * ring_group(SETS));
         }
+        n = then;
+        if (before == t) continue;
+        if (NORMED) square = simd_sum(square);
+        if (in.lane == 0) squares[before * RING_WORKERS + sg] = square;
+        square = 0.0f;
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);        // this worker's columns are there
-    return NORMED ? simd_sum(square) : 0.0f;
 }
 
-// Adds a worker's share of a piece: for lane l acc[2 t] of row l / 4, acc[2 t + 1] of row l / 4 + 8
-// and token t of `few`. ra and rb are these rows' places in the slot; x is the piece's staged
-// input, the next token's is x_size floats on.
+// Where four lanes have decoded the groups of a unit, hands codes and scales to all: then each lane
+// has those of a left operand, and those of its two rows
+QUANT_INLINE void hand_out(int fa, int fb, thread const uint *qa, thread const uint *qb,
+        thread const float *da, thread const float *db, threadgroup uint *own, uint lane) {
+    int row = lane / 4, group = lane % 4;
+    threadgroup uint *codes = own + group * CODES_STEP + 16 * row;
+    threadgroup uint *scales = own + 4 * CODES_STEP + group * SCALES_STEP + 4 * row;
+    float4 first = {da[0], da[2], db[0], db[2]}, second = {da[1], da[3], db[1], db[3]};
+    simdgroup_barrier(mem_flags::mem_threadgroup);        // the last ones are used
+    QUANT_UNROLL for (int j = 0; j < 4; j++) {
+        uint4 four = {code_bytes(fa, qa[j]), code_bytes(fb, qb[j]), code_bytes(fa, qa[j + 4]),
+                      code_bytes(fb, qb[j + 4])};
+        *(threadgroup uint4 *)(codes + 4 * j) = four;
+    }
+    *(threadgroup float4 *)scales = first;
+    if (format_halves(fa) || format_halves(fb))
+        *(threadgroup float4 *)(scales + 4 * SCALES_STEP) = second;
+    simdgroup_barrier(mem_flags::mem_threadgroup);        // they are there
+}
+
+// Adds the products of a unit that was handed out; x: the first of its groups, `size` floats apart
+QUANT_INLINE void unit_dot(int fa, int fb, threadgroup const uint *own, threadgroup const float *x,
+        int size, uint lane, thread float *acc) {
+    threadgroup const uint *scales = own + 4 * CODES_STEP + lane / 4 * 4;
+    QUANT_UNROLL for (int g = 0; g < 4; g++, scales += SCALES_STEP) {
+        float4 first = *(threadgroup const float4 *)scales, second = first;
+        if (format_halves(fa) || format_halves(fb))
+            second = *(threadgroup const float4 *)(scales + 4 * SCALES_STEP);
+        float da[4] = {first[0], second[0], first[1], second[1]};
+        float db[4] = {first[2], second[2], first[3], second[3]};
+        uint4 four = *(threadgroup const uint4 *)(own + g * CODES_STEP + 4 * lane);
+        uint codes[4] = {four[0], four[1], four[2], four[3]};
+        few_dot(fa, fb, codes, da, db, x + g * size, lane, acc + 2 * g);
+    }
+}
+
+// Adds a worker's share of a piece: for lane l acc[0] of row l / 4 and acc[1] of row l / 4 + 8, or
+// those of few_dot. ra and rb are these rows' places in the slot; x is the piece's staged input, of
+// all workers or, if there are SETS, of this one; `own` is this worker's memory. It arrives at
+// is_free when it has read the slot.
 QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra,
-        threadgroup const uchar *rb, int groups, threadgroup const float *x, int x_size, int few,
-        threadgroup const float *zeros, uint sg, uint lane, thread float *acc) {
+        threadgroup const uchar *rb, threadgroup mbarrier *is_free, int groups,
+        threadgroup const float *x, threadgroup const float *zeros, threadgroup uint *own, uint sg,
+        uint lane, thread float *acc) {
     int span = ring_span(RING), spans = groups / span, padded = div_up(spans, 4) * 4;   // as x is
-    int first = 4 * sg + lane % 4, step = 4 * RING_WORKERS;
-    bool halves = format_halves(fa) || format_halves(fb);
-    for (int i = first; i < padded; i += step) {
-        uint inside = min(i, spans - 1);
-        QUANT_UNROLL for (int h = 0; h < span; h++) {
-            threadgroup const float *own = x + (span * i + h) * X_STRIDE;
-            uint qa[8], qb[8];
-            float da[2], ma[2], db[2], mb[2], s[4];
-            group_decode(fa, ra, span * inside | h, qa, da, ma);
-            group_decode(fb, rb, span * inside | h, qb, db, mb);
-            QUANT_UNROLL for (int t = 0; t < ring_tokens(); t++, own += x_size) {
-                if (SEVERAL && t >= few) break;
-                codes_dot(fa, fb, qa, qb, own, right_operand(own, zeros, lane), s);
-                float a = da[0] * s[0], b = db[0] * s[2], power = own[34];
-                if (halves) a += da[1] * s[1], b += db[1] * s[3];
-                if (format_bias(fa) == 0) a += ma[0] * own[32] + ma[1] * own[33];
-                if (format_bias(fb) == 0) b += mb[0] * own[32] + mb[1] * own[33];
-                acc[2 * t] += i < spans ? a * power : 0.0f;
-                acc[2 * t + 1] += i < spans ? b * power : 0.0f;
+    int size = ring_group(SETS), turn = 4 * RING_WORKERS, mine = lane % 4;
+    bool odd = lane / 4 % 2, own_column = (int)lane / 8 == mine;   // of codes_dot's right operand
+    // past the row's end x is 0, and groups repeat the last
+    for (int i = 4 * sg; i < padded; i += turn, x += SETS ? 4 * span * size : 0) {
+        uint inside = min(i + mine, spans - 1), qa[2][8], qb[2][8];
+        float da[2][4], db[2][4];                         // scales, offsets
+        QUANT_UNROLL for (int h = 0; h < span + (SETS ? 1 : 0); h++) {
+            if (h < span) {
+                group_decode(fa, ra, span * inside | h, qa[h], da[h], da[h] + 2);
+                group_decode(fb, rb, span * inside | h, qb[h], db[h], db[h] + 2);
             }
+            if (!SETS) {
+                threadgroup const float *group = x + (span * (i + mine) + h) * size;
+                threadgroup const float *low = own_column ? group + 8 * odd : zeros;
+                threadgroup const float *high = own_column && !odd ? group + 16 : zeros;
+                codes_dot(fa, fb, qa[h], qb[h], da[h], db[h], group, low, high, acc);
+                continue;
+            }
+            if (h > 0)                                    // meanwhile the next is decoded
+                unit_dot(fa, fb, own, x + (h - 1) * size, span * size, lane, acc);
+            if (h == span - 1 && i + turn >= padded) mbarrier_arrive(is_free);
+            if (h < span) hand_out(fa, fb, qa[h], qb[h], da[h], db[h], own, lane);
+        }
+    }
+    if (!SETS || 4 * (int)sg >= padded) mbarrier_arrive(is_free);
+}
+
+// The same for piece p of a tile, which gives its slot back
+QUANT_INLINE void ring_piece(struct ring_tile t, int expert, int p, threadgroup mbarrier *full,
+        threadgroup mbarrier *is_free, threadgroup const uchar *slots,
+        threadgroup const float *x, threadgroup const float *zeros, threadgroup uint *own, uint sg,
+        uint lane, constant struct product_args *a, struct ring_place at, thread float *acc) {
+    int la = lane / 4, lb = la + RING_TILE / 2;           // rows past the tile's repeat the last
+    int ia = min(slot_row(la), t.n - 1), ib = min(slot_row(lb), t.n - 1);
+    int sa = la - slot_row(la) + ia, sb = lb - slot_row(lb) + ib;   // in the slot
+    constant struct kernel_matrix *ma = &a->w[slot_matrix(la, t)], *mb = &a->w[slot_matrix(lb, t)];
+    uint start_a = row_start(ma, expert, t.row + ia), start_b = row_start(mb, expert, t.row + ib);
+    threadgroup const uchar *slot = slots + at.slot * RING_TILE * a->stride;
+    threadgroup const uchar *ra = slot + sa * a->stride + (start_a + p * ma->piece) % 16;
+    threadgroup const uchar *rb = slot + sb * a->stride + (start_b + p * mb->piece) % 16;
+    int groups = min(a->piece, a->cols - p * a->piece) / 32;
+    mbarrier_wait(&full[at.slot], at.round % 2);
+    // matrices of one format share their code: a small program starts sooner
+#define DOT(fa, fb) \
+    ring_dot(fa, fb, ra, rb, &is_free[at.slot], groups, x, zeros, own, sg, lane, acc)
+    if (IS_GLU) DOT(FORMAT_0, FORMAT_1);
+    else if (t.which == 0 || (t.which == 1 ? FORMAT_1 : FORMAT_2) == FORMAT_0)
+        DOT(FORMAT_0, FORMAT_0);
+    else if (t.which == 1) DOT(FORMAT_1, FORMAT_1);
+    else DOT(FORMAT_2, FORMAT_2);
+#undef DOT
+}
+
+// Writes a worker's sums of a tile for ring_result: a row's lie `step` apart
+QUANT_INLINE void ring_meet(struct ring_tile t, thread float *acc, int step, uint lane,
+        threadgroup float *sums) {
+    int la = lane / 4, lb = IS_GLU ? la : la + RING_TILE / 2;   // rows in the tile
+    QUANT_UNROLL for (int i = 0; i < 2; i++) {
+        int row = i ? lb : la;
+        if (!SETS) {
+            float v = acc[i] + simd_shuffle_xor(acc[i], 1);
+            v += simd_shuffle_xor(v, 2);
+            if (lane % 4 == 0 && row < t.n) sums[row * step + (IS_GLU ? i : 0)] = v;
+        }
+        QUANT_UNROLL for (int set = 0; set < SETS; set++) {
+            thread float *of = acc + 8 * set + i;         // of the unit's four groups
+            float v = (of[0] + of[2]) + (of[4] + of[6]);
+            int token = SET_TOKENS * set + (int)lane % 4;
+            if (row < t.n) sums[token * sums_met() + row * step + (IS_GLU ? i : 0)] = v;
         }
     }
 }
 
-// The same for a tile, piece by piece; all four lanes of a row get its sums
-QUANT_INLINE void ring_sum(struct ring_tile x, int expert, threadgroup mbarrier *full,
-        threadgroup mbarrier *is_free, threadgroup const uchar *slots,
-        threadgroup const float *xs, threadgroup const float *zeros, uint sg, uint lane,
-        constant struct product_args *a, thread struct ring_place *at, thread float *acc) {
-    int la = lane / 4, lb = la + RING_TILE / 2;           // rows past the tile's repeat the last
-    int ia = min(slot_row(la), x.n - 1), ib = min(slot_row(lb), x.n - 1);
-    int sa = la - slot_row(la) + ia, sb = lb - slot_row(lb) + ib;   // in the slot
-    constant struct kernel_matrix *ma = &a->w[slot_matrix(la, x)], *mb = &a->w[slot_matrix(lb, x)];
-    uint start_a = row_start(ma, expert, x.row + ia), start_b = row_start(mb, expert, x.row + ib);
-    int few = a->few, size = ring_input(a->cols, RING);
-    QUANT_UNROLL for (int i = 0; i < 2 * ring_tokens(); i++) acc[i] = 0.0f;
-    for (int p = 0; p < a->pieces; p++) {
-        threadgroup const uchar *slot = slots + at->slot * RING_TILE * a->stride;
-        threadgroup const uchar *ra = slot + sa * a->stride + (start_a + p * ma->piece) % 16;
-        threadgroup const uchar *rb = slot + sb * a->stride + (start_b + p * mb->piece) % 16;
-        threadgroup const float *xp = xs + p * a->piece / 32 * X_STRIDE;
-        int groups = min(a->piece, a->cols - p * a->piece) / 32;
-        mbarrier_wait(&full[at->slot], at->round % 2);
-        // matrices of one format share their code: a small program starts sooner
-#define DOT(fa, fb) ring_dot(fa, fb, ra, rb, groups, xp, size, few, zeros, sg, lane, acc)
-        if (IS_GLU) DOT(FORMAT_0, FORMAT_1);
-        else if (x.which == 0 || (x.which == 1 ? FORMAT_1 : FORMAT_2) == FORMAT_0)
-            DOT(FORMAT_0, FORMAT_0);
-        else if (x.which == 1) DOT(FORMAT_1, FORMAT_1);
-        else DOT(FORMAT_2, FORMAT_2);
-#undef DOT
-        mbarrier_arrive(&is_free[at->slot]);              // this lane has read the slot
-        ring_step(at, a->slots);
-    }
-    QUANT_UNROLL for (int i = 0; i < 2 * ring_tokens(); i++) {
-        if (SEVERAL && i >= 2 * few) break;
-        acc[i] += simd_shuffle_xor(acc[i], 1);
-        acc[i] += simd_shuffle_xor(acc[i], 2);
-    }
+// Copies this worker's columns of piece p of the staged inputs: lane k those of turn k
+static inline void chunk_copy(threadgroup mbarrier *arrived, threadgroup float *to,
+        device const float *staged, int p, uint sg, uint lane, constant struct product_args *a) {
+    int turn = 4 * ring_span(RING), groups = ring_chunk(a->piece, RING);
+    int from = p * a->piece / 32 + ((int)lane * RING_WORKERS + (int)sg) * turn;
+    int left = ring_padded(a->cols, RING) / 32 - from, size = ring_group(SETS);
+    if ((int)lane * turn >= groups) return;
+    to += (int)lane * turn * size;
+    staged += (ulong)max(min(from, from + left), 0) * size;
+    mbarrier_copy(arrived, (threadgroup uchar *)to, (device const uchar *)staged,
+                  4 * size * max(min(left, turn), 0));
 }
 
 // A row's product from the sums of all workers; see gemv_product
@@ -1416,14 +1595,15 @@ static inline float ring_result(threadgroup const float *sums, int which, int ro
         constant struct product_args *a) {
     constant struct kernel_matrix *m = &a->w[which];
     float sum = 0.0f;
-    for (int i = 0; i < RING_WORKERS; i++) sum += sums[i * ring_sums(SEVERAL)];
+    for (int i = 0; i < RING_WORKERS; i++) sum += sums[i * ring_sums(SETS)];
     sum *= SCALES >> which & 1 ? scale * m->scale * scales[expert] : scale * m->scale;
     if (BIASES >> which & 1) sum += bias[expert * m->bias_step + row];
     return sum * a->factor;
 }
 
-// What gemv computes, with the same buffers, for one token or, if SEVERAL, `few` of them. Grid: one
-// or two threadgroups for each core of the GPU, `units` in all.
+// What gemv computes, with the same buffers, for one token; or, if there are SETS, for `few` tokens
+// whose inputs ring_inputs has staged in x. Grid: one or two threadgroups for each core of the GPU,
+// `units` in all.
 kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
@@ -1434,50 +1614,93 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
     threadgroup mbarrier *full = (threadgroup mbarrier *)shared, *is_free = full + RING_SLOTS;
     threadgroup float *zeros = shared + 4 * RING_SLOTS, *squares = zeros + SIMD_LANES;
     threadgroup float *sums = squares + FEW * RING_WORKERS;
-    threadgroup float *xs = sums + 2 * RING_WORKERS * ring_sums(SEVERAL);
+    threadgroup float *xs = sums + 2 * RING_WORKERS * ring_sums(SETS);
     threadgroup uchar *slots = (threadgroup uchar *)(shared +
-        ring_floats(a->cols, RING, SEVERAL, a->few));
+        ring_floats(a->cols, a->piece, RING, SETS, TEAMS, a->inputs));
     uint all = a->w[0].rows * a->tokens + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
     int first = all * tg / a->units, end = all * (tg + 1) / a->units;   // below 2^32, see run_ring
+    // if there are SETS, xs is: mbarriers for a worker's chunks, what all workers hand out, chunks;
+    // the teams have chunks in common
+    int chunk = ring_chunk(a->piece, RING) * ring_group(SETS), tokens = SETS ? a->few : 1;
+    int worker = sg % RING_WORKERS, team = sg / RING_WORKERS, workers = TEAMS * RING_WORKERS;
+    threadgroup mbarrier *arrived = (threadgroup mbarrier *)xs + 2 * RING_INPUTS * worker;
+    threadgroup mbarrier *given = arrived + RING_INPUTS;  // back, by all teams
+    threadgroup float *exchange = xs + 4 * RING_INPUTS * RING_WORKERS;
+    threadgroup float *chunks = exchange + EXCHANGE * workers + worker * a->inputs * chunk;
+    threadgroup uint *own = (threadgroup uint *)(exchange + EXCHANGE * (int)sg);
     if ((int)tid < a->slots) mbarrier_init(&full[tid], RING_TILE);
     if ((int)tid < a->slots) mbarrier_init(&is_free[tid], RING_WORKERS * SIMD_LANES);
+    if (STAGED && team == 0 && (int)lane < a->inputs) {
+        mbarrier_init(&arrived[lane], ring_chunk(a->piece, RING) / (4 * ring_span(RING)));
+        mbarrier_init(&given[lane], TEAMS * SIMD_LANES);
+    }
     if (tid < SIMD_LANES) zeros[tid] = 0.0f;
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the mbarriers are there
-    if ((int)sg >= RING_WORKERS) {
-        int i = (sg - RING_WORKERS) * (RING_TILE / RING_COPIERS) + lane;
+    if ((int)sg >= workers) {
+        int i = (sg - workers) * (RING_TILE / RING_COPIERS) + lane;
         if (EXPERTS) { input_wait(); }                    // for the choice
         if (lane < RING_TILE / RING_COPIERS)
             ring_copy(full, is_free, slots, w0, w1, w2, chosen, first, end, i, a);
         return;
     }
-    struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, 0.0f, lane, xs};
-    struct ring_place at = {0, 0};
-    for (int t = 0; t < (SEVERAL ? a->few : 1); t++, in.x += a->x_step) {
-        float square = ring_stage(&in, xs + t * ring_input(a->cols, RING), a->eps, sg);
-        if (lane == 0) squares[t * RING_WORKERS + sg] = square;
+    bool resident = !SETS || a->inputs == a->pieces;      // else chunks come again
+    if (STAGED) {
+        input_wait();
+        for (int p = 0; team == 0 && p < a->inputs; p++)
+            chunk_copy(&arrived[p], chunks + p * chunk, x + FEW * RING_WORKERS, p, worker, lane, a);
+        if (team == 0 && (int)lane < tokens)
+            squares[lane * RING_WORKERS + worker] = x[lane * RING_WORKERS + worker];
+    } else {
+        struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, 0.0f, lane, xs};
+        ring_stage(in, team, tokens, SETS ? chunks : xs, squares, worker, 0,
+                   worker_steps(a->cols, worker), a);
+        if (TEAMS > 1) { workers_barrier(workers * SIMD_LANES); }
     }
-    int step = IS_GLU ? 2 : 1, half_way = RING_WORKERS * ring_sums(SEVERAL);   // of a row, a buffer
+    struct ring_place at = {0, 0};
+    if (team > 0) ring_step(&at, a->slots);
+    int step = IS_GLU ? 2 : 1, half_way = RING_WORKERS * ring_sums(SETS);   // of a row, a buffer
+    int used = 0;                                         // chunks that have been
     for (int from = first; from < end; from += rows_met()) {
         // a thread for each row and token
         int row = from + (int)tid % rows_met(), token = tid / rows_met();
-        struct ring_tile t, mine = tile_at(min(row, end - 1), first, end, a);
+        struct ring_tile mine = tile_at(min(row, end - 1), first, end, a);
         int choice = EXPERTS ? chosen[mine.t] : 0, to = min(from + rows_met(), end);
-        bool has = row < to && token < (SEVERAL ? a->few : 1);
+        bool has = row < to && token < tokens;
         ulong at_y = (ulong)(mine.t + token) * a->w[mine.which].out_step + mine.row;
         float before = has && EPILOGUE == EPILOGUE_ADD ? other[at_y] : 0.0f;
-        for (int r = from; r < to; r += t.n) {
-            float acc[2 * FEW];
-            t = tile_at(r, first, end, a);
-            int expert = EXPERTS ? chosen[t.t] : 0;
-            ring_sum(t, expert, full, is_free, slots, xs, zeros, sg, lane, a, &at, acc);
-            threadgroup float *own = sums + sg * ring_sums(SEVERAL) + (r - from) * step;
-            int la = lane / 4, lb = IS_GLU ? la : la + RING_TILE / 2;   // rows in the tile
-            QUANT_UNROLL for (int i = 0; i < ring_tokens(); i++, own += sums_met()) {
-                if (lane % 4 == 0 && la < t.n) own[la * step] = acc[2 * i];
-                if (lane % 4 == 0 && lb < t.n) own[lb * step + IS_GLU] = acc[2 * i + 1];
+        for (int r = from, n; r < to; r += n) {
+            float acc[16];
+            struct ring_tile t = tile_at(r, first, end, a);
+            int expert = EXPERTS ? chosen[t.t] : 0, row = r - from;
+            bool two = has_second(r, t.n, first, end), idle = team > 0 && !two;
+            n = t.n;
+            if (two) {
+                struct ring_tile second = tile_at(r + n, first, end, a);
+                n += second.n;
+                if (team > 0) row += t.n, t = second;
             }
+            QUANT_UNROLL for (int i = 0; i < 16; i++) acc[i] = 0.0f;
+            for (int p = 0; p < a->pieces; p++, used++) {
+                int c = resident ? p : used % a->inputs;
+                threadgroup const float *xp = xs + p * a->piece / 32 * RING_GROUP;
+                if (SETS) xp = chunks + c * chunk;
+                if (STAGED) mbarrier_wait(&arrived[c], resident ? 0 : used / a->inputs % 2);
+                if (!idle)
+                    ring_piece(t, expert, p, full, is_free, slots, xp, zeros, own, worker, lane, a,
+                               at, acc);
+                for (int i = 0; i < (two ? 2 : 1); i++) ring_step(&at, a->slots);
+                int next = p + a->inputs;                 // which takes this chunk's place
+                if (resident || (next >= a->pieces && r + n >= end)) continue;
+                mbarrier_arrive(&given[c]);
+                if (team > 0) continue;
+                mbarrier_wait(&given[c], used / a->inputs % 2);
+                chunk_copy(&arrived[c], chunks + c * chunk, x + FEW * RING_WORKERS,
+                           next % a->pieces, worker, lane, a);
+            }
+            threadgroup float *met = sums + worker * ring_sums(SETS) + row * step;
+            if (!idle) ring_meet(t, acc, step, lane, met);
         }
-        workers_barrier(RING_WORKERS * SIMD_LANES);       // all sums are there
+        workers_barrier(workers * SIMD_LANES);            // all sums are there
         if (has) {
             int which = IS_GLU ? 1 : mine.which;
             threadgroup const float *own = sums + token * sums_met() + (row - from) * step;
@@ -1494,6 +1717,20 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
         sums += half_way;                                 // the other buffer
         half_way = -half_way;
     }
+}
+
+// Stages the inputs of a few tokens for gemv_ring, after their norm, as its workers do for one:
+// staged[FEW][RING_WORKERS] has the workers' sums of squares; then come groups, each with all
+// tokens. Grid: a SIMD-group for each worker of a token, or without a norm for each of its turns,
+// `units` of a token.
+kernel void ring_inputs(device const float *x, device const float *weights,
+        device const float *norm_bias, device float *staged, constant struct product_args *a,
+        PLACE) {
+    int t = tg / a->units, turn = tg % a->units / RING_WORKERS, worker = tg % RING_WORKERS;
+    int end = worker_steps(a->cols, worker), first = turn * ring_span(RING);
+    struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, 0.0f, lane, shared};
+    if (!NORMED) end = min(end, first + ring_span(RING));
+    ring_stage(in, t, t + 1, staged + FEW * RING_WORKERS, staged, worker, first, end, a);
 }
 #endif
 
@@ -1838,8 +2075,8 @@ static inline float merged_value(int i, device const float *q, device const floa
 // Grid: for each token and KV head, a threadgroup for every QUERY_HEADS of its query heads. A long
 // ring is cut into slices, with a threadgroup for each, whose results go to
 // parts[n][n_head][slices][..]. Where GPUs order memory between threadgroups (MERGES), the last one
-// of these heads merges them. Its SIMD-groups take turns at the rows, and merge at the end. Bound by
-// memory: 4 bytes of K and V serve 4 FLOP of each query head. More than ATTENTION_HEADS of them
+// of these heads merges them. Its SIMD-groups take turns at the rows, and merge at the end. Bound
+// by memory: 4 bytes of K and V serve 4 FLOP of each query head. More than ATTENTION_HEADS of them
 // would take so many registers that too few SIMD-groups could run at once to hide how long a load
 // takes.
 kernel void attention(device const float *v_new, device const float *angles,   // [n_rot / 2][2]
@@ -1854,7 +2091,6 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int head = kv * group + unit % per_kv * QUERY_HEADS, last = (kv + 1) * group - 1;
     int start = now[NOW_POS] + a->at, pos = start + t, used = min(start + a->n, a->rows);
     int slot = FUSED ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
-    bool earlier = FUSED == 1 && a->at == 0;              // all other rows are of earlier passes
     threadgroup float *qs = shared, *ks = qs + QUERY_HEADS * HEAD_DIM;
     struct softmax_state state[ATTENTION_HEADS];
     struct kv_rows loaded;
@@ -1868,9 +2104,14 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     v_new += kv * VALUE_DIM;
     int r = (slice * nsg + sg) * rows, next = a->slices * nsg * rows;
     bool newest = FUSED && slice == a->slices - 1;        // has the new key, besides other rows
-    if (!earlier) { input_wait(); }
+    // rows of earlier passes are there; those of this one, but the newest, come with the input
+    int fresh = FUSED == 1 ? a->at : a->at + a->n, since = r + (int)lane % rows;
+    since -= ring_row(now[NOW_POS], a);
+    if (since < 0 && since + ring_row(now[NOW_POS], a) >= a->keep) since += a->rows - a->keep;
+    if (!MERGES || simd_max(since >= 0 && since < fresh ? 1 : 0)) { input_wait(); }
     bool some = MERGES && rows_see(&loaded, pos_k, pos, slot, r, used, a, lane);
     if (some) rows_load(&loaded, k, v, pos, lane);
+    if (FUSED != 1) { input_wait(); }
     for (int u = sg; FUSED == 1 && u < QUERY_HEADS + newest; u += nsg) {
         bool key = u == QUERY_HEADS;                      // ks is behind qs
         int h = key ? kv : min(head + u, last);

@@ -30,14 +30,15 @@ _Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");   // the state as llm.c has
 // the GPU has copies (DEVICE_COPIES).
 
 // tiles of gemm and flash_attention: buffers, tokens, threadgroup memory; the tests try both, and
-// gemv_ring on a device of theirs with SOFT_CORES
+// gemv_ring on a device of theirs with SOFT_CORES and SOFT_ROOM
 #if defined(LLM_CUDA) || defined(LARGE_TILES)
-enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10, SOFT_CORES = 5 };
+enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10, SOFT_CORES = 5,
+       SOFT_ROOM = 227 << 10 };
 #else
-enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10, SOFT_CORES = 0 };
+enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10, SOFT_CORES = 0, SOFT_ROOM = 0 };
 #endif
-enum { MAX_PIPELINES = 256, MAX_BOUND = 16, EARLY_LAYERS = 4, SPLIT_LAYERS = 8, MAX_SPLITS = 32,
-       LONG_LAUNCH = 64 << 10 };
+enum { MAX_PIPELINES = 512, MAX_BOUND = 16, EARLY_LAYERS = 4, SPLIT_LAYERS = 8, MAX_SPLITS = 32,
+       LONG_LAUNCH = 64 << 10, OWN_COLS = 16384 };
 // memory of the host, and what stands for it on the device: a buffer (Apple), a copy (NVIDIA)
 typedef struct { char *base; size_t size; void *buffer; } Shared;
 
@@ -63,6 +64,7 @@ typedef struct Gpu {
     size_t longest;             // bytes that a buffer may have
     int cores, room;            // for gemv_ring: the GPU's cores; threadgroup memory, 0: no ring
     size_t many;                // of more bytes of weights a core, a launch is long
+    int own_cols;               // more columns of a few tokens' inputs are staged by ring_inputs
     Pool *pool;                 // the session's, for the compiler
     Map own;                    // memory for what follows
     int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE + FEW * n_head], see kernels.metal
@@ -72,6 +74,7 @@ typedef struct Gpu {
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
     float *conv;                // [chunk][channels] the output of delta_conv
     float *inputs;              // [chunk][n_layer][per_layer]
+    float *staged;              // what ring_inputs makes of the inputs of a few tokens
     float *parts;               // [FEW][n_head][slices][vd + 2] of a long ring, see Spread
     bool dry;                   // what is encoded will not run
     char why[300];              // what went wrong first, or empty
@@ -200,6 +203,7 @@ static bool device_open(Gpu *g) {
     Device *d = g->device = calloc(1, sizeof *d);
     g->longest = SIZE_MAX / 2;
     g->many = LONG_LAUNCH;
+    g->own_cols = OWN_COLS;
     if (!from || !d) return false;
 #define X(name, types) missing = (*(void **)&d->name = dlsym(from, #name)) ? missing : #name;
     DRIVER(X)
@@ -292,7 +296,7 @@ static void cuda_source(const Variant *p, char *s) {
     FUNCTION_CONSTANTS(X)
 #undef X
     int fit = (gemv_rows(constant[C_FORMAT_0], GEMV_ROWS) > 2 ? 512 : 768) / p->threads;
-    if (constant[C_RING]) fit = constant[C_RING];
+    if (constant[C_RING]) fit = div_up(constant[C_RING], constant[C_TEAMS]);
     else if (constant[C_TILE_ROWS]) fit = 512 / p->threads;
     else if (constant[C_BUFFERS]) fit = constant[C_HEAD_DIM] > 128 ? 2 : 3;
     else if (constant[C_MERGES] && constant[C_HEAD_DIM] <= NARROW_MAX) fit = 2;
@@ -586,7 +590,8 @@ static bool device_open(Gpu *g) {   // also compiles the kernels
     g->longest = send(max_length, d->device);
     g->cores = SOFT_CORES;
     g->many = LONG_LAUNCH;
-    g->room = SOFT_CORES ? SHARED_BYTES : 0;
+    g->own_cols = OWN_COLS;
+    g->room = SOFT_ROOM;
     d->queue = send(new_queue, d->device);
     if (!d->queue) return gpu_fail(g, "no command queue", NULL);
     id text = send(string, objc_getClass("NSString"), metal_source);
@@ -925,16 +930,47 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
     }
 }
 
-// gemv_ring for as many of up to FEW tokens as it has room for, whose number it returns. 0: it
-// lacks the format, or the GPU has no ring, or no room for two slots behind one input. A short
-// launch gets half of a core's threadgroup memory, so that the next one fits beside it; a long
-// one gets nearly all, or two threadgroups a core, if its rows are too narrow for 256 columns a
-// worker. Whether it is long does not depend on tokens: so each gets the bits that it has alone.
+// bytes before the slots of gemv_ring
+static int ring_bytes(const struct product_args *a, int ring, int sets, int teams) {
+    return 4 * ring_floats(a->cols, a->piece, ring, sets, teams, a->inputs);
+}
+
+// What gemv_ring runs for up to `few` tokens: for how many it has room (0: for none), sets, teams,
+// and threadgroup memory. One token takes `room` bytes. Several take these, too, if the next launch
+// can begin beside them; else all that a threadgroup can have: best with two teams, and with all
+// chunks of their inputs.
+typedef struct { int few, sets, teams, room; } RingPlan;
+static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int ring, int room) {
+    enum { MANY = 4, LEAST = 2 };   // slots; slots, or chunks
+    int slot = RING_TILE * a->stride, all = smaller(a->pieces, RING_INPUTS);
+    int sets = few > 1 ? div_up(few, SET_TOKENS) : 0, beside = ring > 1 ? room : 0;
+    const struct { int inputs, teams, room, slots; } ways[] = {
+        {all, 1, beside, MANY}, {all, 2, g->room, MANY}, {LEAST, 2, g->room, MANY},
+        {all, 1, g->room, LEAST}, {LEAST, 1, g->room, LEAST}};
+    for (; sets; sets--)
+        for (size_t i = 0; i < COUNT(ways); i++) {
+            int teams = ways[i].teams, most = ways[i].room;
+            a->inputs = smaller(ways[i].inputs, all);
+            a->slots = smaller((most - ring_bytes(a, ring, sets, teams)) / slot, RING_SLOTS);
+            if (a->slots < ways[i].slots) continue;
+            return (RingPlan){smaller(few, SET_TOKENS * sets), sets, teams, most};
+        }
+    a->slots = smaller((room - ring_bytes(a, ring, 0, 1)) / slot, RING_SLOTS);
+    return (RingPlan){a->slots >= LEAST, 0, 1, room};
+}
+
+// gemv_ring for as many of up to FEW tokens as it has room for, whose number it returns; the inputs
+// of several are staged first, if that would take it long. 0: it lacks the format, or the GPU has
+// no ring, or no room for one token. A short launch gets half of a core's threadgroup memory, so
+// that the next one fits beside it; a long one gets nearly all, or two threadgroups a core, if its
+// rows are too narrow for 256 columns a worker. Whether it is long does not depend on tokens: so
+// each gets the bits that it has alone.
 static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
     enum { WIDE = 2048, DEEP = 210 << 10, SHALLOW = 112 << 10 };
     Gpu *g = s->gpu;
+    const Norm *norm = p->in.norm;
     size_t bytes = 0;
-    int piece = 0, stride = 0, few = p->n;
+    int few = p->n;
     if (!g->room || few > FEW || (few > 1 && p->experts) || p->experts == EXPERTS_HEADS) return 0;
     for (int i = 0; i < p->k; i++) {
         if (quant_row_bytes(p->w[i]->type, 1)) return 0;   // floats have rows of one weight
@@ -943,36 +979,42 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
     if (bytes / g->cores >> 24) return 0;   // so rows times threadgroups are below 2^32
     bool longer = bytes / g->cores > g->many;
     int ring = longer && a->cols >= WIDE && a->cols % 64 == 0 ? 1 : 2;
-    int room = ring > 1 ? SHALLOW : DEEP;
-    if (room > g->room / ring) room = g->room / ring;
+    int room = smaller(ring > 1 ? SHALLOW : DEEP, g->room / ring);
+    a->piece = a->stride = 0;
     for (int i = 0; i < p->k; i++) {
         int cols = ring_cols(a->cols, a->w[i].row_bytes, ring);
-        piece = larger(piece, cols < a->cols ? cols : a->cols);
+        a->piece = larger(a->piece, smaller(cols, a->cols));
     }
     for (int i = 0; i < p->k; i++) {
-        a->w[i].piece = quant_row_bytes(p->w[i]->type, piece);
-        stride = larger(stride, ring_stride(a->w[i].piece));
+        a->w[i].piece = quant_row_bytes(p->w[i]->type, a->piece);
+        a->stride = larger(a->stride, ring_stride(a->w[i].piece));
     }
-    int slot = RING_TILE * stride, all = DEEP < g->room ? DEEP : g->room;
-    if ((room - 4 * ring_floats(a->cols, ring, false, 1)) / slot < 2) return 0;   // as for one
-    while (few > 1 && all < 4 * ring_floats(a->cols, ring, true, few) + 3 * slot) few--;
-    bool several = few > 1;
-    int front = ring_floats(a->cols, ring, several, few);
-    if (several && room < 4 * front + 3 * slot) room = all;
-    int slots = (room - 4 * front) / slot;
-    a->few = few;
-    a->piece = piece;
-    a->pieces = div_up(a->cols, piece);
-    a->stride = stride;
-    a->slots = slots < RING_SLOTS ? slots : RING_SLOTS;
-    a->units = longer ? ring * g->cores : g->cores;
+    a->pieces = div_up(a->cols, a->piece);
+    if (!plan_ring(g, a, 1, ring, room).few) return 0;   // nor do several take it then
+    RingPlan plan = plan_ring(g, a, few, ring, room);
+    a->few = few = plan.few;
+    a->units = longer && plan.room <= g->room / ring ? ring * g->cores : g->cores;
     d->kernel = "gemv_ring";
     d->groups = a->units;
-    d->threads = RING_THREADS;
-    d->shared = front + a->slots * slot / 4;
+    d->threads = ring_threads(plan.teams);
+    d->shared = ring_bytes(a, ring, plan.sets, plan.teams) / 4;
+    d->shared += a->slots * RING_TILE * a->stride / 4;
+    bool staged = plan.sets && (a->inputs < a->pieces || few * a->cols > g->own_cols);
     d->constant[C_RING] = ring;
-    d->constant[C_SEVERAL] = several;
-    d->constant[C_STAGED] = 0;
+    d->constant[C_SETS] = plan.sets;
+    d->constant[C_TEAMS] = plan.teams;
+    d->constant[C_STAGED] = staged;
+    if (staged) {
+        struct product_args b = *a;
+        int turn = 128 * ring_span(ring) * RING_WORKERS;   // columns of all workers
+        b.units = RING_WORKERS * (norm ? 1 : div_up(a->cols, turn));
+        run_kernel(s, b, "ring_inputs",
+                   {p->in.x, norm ? norm->w : NULL, norm ? norm->b : NULL, g->staged}, 4,
+                   few * b.units, SIMD_LANES, 0,
+                   {[C_NORMED] = d->constant[C_NORMED], [C_CENTRED] = d->constant[C_CENTRED],
+                    [C_RING] = ring, [C_SETS] = plan.sets, [C_TEAMS] = 1, [C_STAGED] = 1});
+        d->bound[AT_X] = g->staged;
+    }
     gpu_dispatch(g, d, a, sizeof *a);
     return few;
 }
@@ -1099,7 +1141,8 @@ static Spread attention_spread(const Gpu *g, const Layer *w, int used, bool few)
     int step = attention_step(attention_lanes(w->hd, w->vd)), slices = used / ATTENTION_SLICE;
     Spread x = {group < ATTENTION_HEADS ? group : ATTENTION_HEADS, 1, most,
                 g->room && few && w->k.rows && !w->k_b.data};
-    if (x.merges) slices = div_up(used, larger(step * most, ATTENTION_SLICE));
+    int each = larger(step * most, ATTENTION_SLICE);
+    if (x.merges) slices = div_up(used, each), used = slices * each;   // so spreads seldom change
     if (x.merges && w->n_head * slices <= ATTENTION_FILL) x.heads = 1;
     int fill = ATTENTION_FILL / spread_groups(w, x.heads);
     if (slices > fill) slices = fill;
@@ -1116,7 +1159,7 @@ static Spread token_spread(const Session *s, const Layer *w, int rows, int n) {
     return attention_spread(s->gpu, w, ring_used(s, rows, n), true);
 }
 static bool spread_alike(Spread x, Spread y) {
-    return x.slices == y.slices && x.heads == y.heads && x.nsg == y.nsg;
+    return x.slices == y.slices && x.nsg == y.nsg;
 }
 
 // What attention's kernels bind, in the order of their parameters: each but attention_merge has a
@@ -1169,8 +1212,8 @@ static Session token_alone(const Session *s, int t) {
 // QK norm, RoPE, the write to the cache, and s->att[n][n_head][vd]: one dispatch for one token, two
 // for a chunk (but one if latent) or where another layer's keys are read; one more for a norm of a
 // whole projection, one for a norm of values, and one to merge a ring's slices. Each of a few
-// tokens has the spread that it has alone: if they differ, the tokens run one after the other. (A
-// spread grows with the rows: if the first and the last are alike, so are those between.)
+// tokens has the spread that it has alone; those that are alike run together. (A spread grows with
+// the rows: if the first and the last are alike, so are those between.)
 static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     Gpu *g = s->gpu;
@@ -1179,23 +1222,27 @@ static void run_attention(Session *s, const Layer *w, int n) {
     Spread spread = few ? token_spread(s, w, kv->rows, n)
                         : attention_spread(g, w, ring_used(s, kv->rows, n), false);
     bool apart = few && !spread_alike(spread, token_spread(s, w, kv->rows, 1));
-    for (int t = 0; apart && t < n; t++) {
+    for (int t = 0, alike; apart && t < n; t += alike) {
         Session one = token_alone(s, t);
+        Spread first = token_spread(&one, w, kv->rows, 1);
+        for (alike = 1; t + alike < n; alike++)
+            if (!spread_alike(first, token_spread(&one, w, kv->rows, alike + 1))) break;
         int q_step = w->n_head * w->hd;
         one.q += t * q_step;
         one.mix += t * 2 * q_step;   // queries and gates
         one.k += (size_t)t * w->n_kv * w->hd;
         one.v += (size_t)t * w->n_kv * w->vd;
         one.att += (size_t)t * w->n_head * w->vd;
-        run_attention(&one, w, 1);
+        run_attention(&one, w, alike);
     }
     if (apart) return;
     const Norm *qn = &w->q_norm, *kn = &w->k_norm, bare = {0};
     bool own = w->k.rows, latent = w->k_b.data;
-    int fused = few && own && !latent ? 1 + (n > 1) : 0;
+    int fused = few && own && !latent ? 1 + (n > 1) : 0;   // see FUSED
     int qk_normed = qk_norm_bit(qn) | qk_norm_bit(kn) << 1;
     int lanes = attention_lanes(w->hd, w->vd);
-    int heads = spread.heads, slices = spread.slices, nsg = spread.nsg;
+    int heads = few && n > 1 ? smaller(w->n_head / w->n_kv, ATTENTION_HEADS) : spread.heads;
+    int slices = spread.slices, nsg = spread.nsg;
     bool spans = c->span && w->window;
     struct attention_args a = {
         n, w->n_head, w->n_kv, w->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
@@ -1737,6 +1784,9 @@ static void plan_gpu(Session *s, Arena *a) {
             wide = larger(wide, w->n_head * half_step(larger(w->k_b.cols, w->v_b.cols)));
     }
     g->ids = arena_take(a, n, sizeof *g->ids);
+    if (g->room)
+        g->staged = arena_take(a, FEW * RING_WORKERS + ring_padded(wide, 1) / 32 * ring_group(2),
+                               sizeof *g->staged);
     g->now = arena_take(a, NOW_SIZE + FEW * heads, sizeof *g->now);
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
@@ -1788,7 +1838,8 @@ static bool share_all(Session *s) {
 // take smaller tiles; those with tiles of 128 (NVIDIA), 64, 32 and 16 tokens; a few; a token with a
 // full ring behind it, which is taken in slices.
 static void warm_up(Session *s) {
-    int n[] = {s->o.chunk, 512, 65, 64, 32, FEW + 1, 2, 1, 1}, last = COUNT(n) - 1;
+    int n[] = {s->o.chunk, 512, 65, 64, 32, FEW + 1, FEW, SET_TOKENS, 2, 1, 1};
+    int last = COUNT(n) - 1;
     for (int i = 0; s->gpu && i <= last; i++) {
         int rows = n[i] < s->o.chunk ? n[i] : s->o.chunk;
         s->gpu->dry = i < last;
@@ -1855,9 +1906,9 @@ static void gpu_open(Session *s) {
     device_send(s->gpu, s->slopes, s->m->config.n_head * sizeof *s->slopes);
     device_keep(s->gpu);
     device_often(s->gpu, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
-    // four tokens cost two to three, more gain no more; without a ring each costs as much as one
+    // guesses pay where a few tokens read the weights together
     bool shares = s->gpu->room;
     for (int l = 0; l < s->m->config.n_layer; l++) shares &= shares_weights(s, &s->m->layers[l]);
-    s->o.draft = shares ? smaller(s->o.draft, 3) : 0;
+    if (!shares) s->o.draft = 0;
     warm_up(s);
 }
