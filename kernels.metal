@@ -18,6 +18,7 @@
 //       halve             (makes the activations of gemm halves)
 //    4. gemv              matmul for one token; epilogues: add_row, activate; head_products
 //       gemv_ring         the same, for GPUs that copy in the background
+//       ring_inputs       (stages the inputs of a few tokens for it)
 //       qk_norm           norm, of whole projections in qkv_share
 //       attention         attention; if FUSED, qkv_share before it
 //       attention_merge   the end of attention, for a long KV ring
