@@ -1257,7 +1257,8 @@ QUANT_INLINE void few_dot(int fa, int fb, thread const uint *a, thread const flo
     threadgroup const float *mine = x + words * lane, *ins = x + words * SIMD_LANES;
     uint2 high = *(threadgroup const uint2 *)(mine + 2);
     QUANT_UNROLL for (int h = 0; h < (halves ? 2 : 1); h++) {
-        uint b[2] = {halves && h ? 0 : high[0], halves && !h ? 0 : high[1]};
+        uint b[2] = {high[0], high[1]};
+        if (halves) b[1 - h] = 0;                         // of the other 16 codes
         multiply_bytes(upper[h], a, b);
     }
     QUANT_UNROLL for (int set = 0; set < SETS; set++, acc += 8) {
@@ -1266,7 +1267,8 @@ QUANT_INLINE void few_dot(int fa, int fb, thread const uint *a, thread const flo
         float sa[2], sb[2];
         QUANT_UNROLL for (int h = 0; h < (halves ? 2 : 1); h++) {
             int lower[4] = {0, 0, 0, 0};
-            uint b[2] = {halves && h ? 0 : low[0], halves && !h ? 0 : low[1]};
+            uint b[2] = {low[0], low[1]};
+            if (halves) b[1 - h] = 0;
             multiply_bytes(lower, a, b);
             sa[h] = digits_sum(lower[0], lower[1], upper[h][set]);
             sb[h] = digits_sum(lower[2], lower[3], upper[h][2 + set]);

@@ -943,7 +943,8 @@ typedef struct { int few, sets, teams, room; } RingPlan;
 static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int ring, int room) {
     enum { MANY = 4, LEAST = 2 };   // slots; slots, or chunks
     int slot = RING_TILE * a->stride, all = smaller(a->pieces, RING_INPUTS);
-    int sets = few > 1 ? div_up(few, SET_TOKENS) : 0, beside = ring > 1 ? room : 0;
+    int sets = few > 1 ? div_up(few, SET_TOKENS) : 0;
+    int beside = ring > 1 ? room : 0;   // the next launch
     const struct { int inputs, teams, room, slots; } ways[] = {
         {all, 1, beside, MANY}, {all, 2, g->room, MANY}, {LEAST, 2, g->room, MANY},
         {all, 1, g->room, LEAST}, {LEAST, 1, g->room, LEAST}};
@@ -968,7 +969,6 @@ static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int rin
 static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
     enum { WIDE = 2048, DEEP = 210 << 10, SHALLOW = 112 << 10 };
     Gpu *g = s->gpu;
-    const Norm *norm = p->in.norm;
     size_t bytes = 0;
     int few = p->n;
     if (!g->room || few > FEW || (few > 1 && p->experts) || p->experts == EXPERTS_HEADS) return 0;
@@ -1007,9 +1007,9 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
     if (staged) {
         struct product_args b = *a;
         int turn = 128 * ring_span(ring) * RING_WORKERS;   // columns of all workers
-        b.units = RING_WORKERS * (norm ? 1 : div_up(a->cols, turn));
+        b.units = RING_WORKERS * (p->in.norm ? 1 : div_up(a->cols, turn));
         run_kernel(s, b, "ring_inputs",
-                   {p->in.x, norm ? norm->w : NULL, norm ? norm->b : NULL, g->staged}, 4,
+                   {p->in.x, d->bound[GEMV_NORM], d->bound[GEMV_NORM_BIAS], g->staged}, 4,
                    few * b.units, SIMD_LANES, 0,
                    {[C_NORMED] = d->constant[C_NORMED], [C_CENTRED] = d->constant[C_CENTRED],
                     [C_RING] = ring, [C_SETS] = plan.sets, [C_TEAMS] = 1, [C_STAGED] = 1});
