@@ -1304,6 +1304,26 @@ static inline bool has_second(int r, int n, int first, int end) {
     return TEAMS > 1 && r + n < end && (r + n - first) % rows_met() != 0;
 }
 
+// The expert whose rows these are. A token has a list of its choices; several have the one of
+// sort_choices, which has each expert once, with the place of its choices in their order.
+static inline int tile_expert(device const int *list, int t) {
+    if (!EXPERTS) return 0;
+    return SETS ? list[3 * t] : list[t];
+}
+static inline int experts_listed(device const int *list, int most, uint lane) {   // how many
+    int n = 0;
+    for (int i = lane; i < most; i += SIMD_LANES) n += list[3 * i] >= 0;
+    return simd_sum(n);
+}
+// the token's choice that is entry t of that list, or -1
+static inline int token_choice(device const int *list, int t, device const int *order, int token,
+        int each) {
+    int found = -1;
+    for (int i = list[3 * t + 1]; i < list[3 * t + 2]; i++)
+        if (order[i] / each == token) found = order[i];
+    return found;
+}
+
 // row i of a slot: its matrix, and its row in the tile
 static inline int slot_matrix(int i, struct ring_tile x) {
     return IS_GLU ? i / tile_rows() : x.which;
@@ -1340,7 +1360,7 @@ static inline void ring_copy(threadgroup mbarrier *full, threadgroup mbarrier *i
             int p = two ? k / 2 : k, which = slot_matrix(i, t), row = slot_row(i);
             constant struct kernel_matrix *m = &a->w[which];
             device const uchar *from = OF_THREE(which, w0, w1, w2);
-            from += row_start(m, EXPERTS ? chosen[t.t] : 0, t.row + row) + (ulong)p * m->piece;
+            from += row_start(m, tile_expert(chosen, t.t), t.row + row) + (ulong)p * m->piece;
             uint skew = (ulong)from % 16, n = skew + min(m->piece, m->row_bytes - p * m->piece);
             if (at.round > 0) mbarrier_wait(&is_free[at.slot], (at.round - 1) % 2);
             threadgroup uchar *to = slots + (at.slot * RING_TILE + i) * a->stride;
@@ -1605,23 +1625,22 @@ static inline float ring_result(threadgroup const float *sums, int which, int ro
 }
 
 // What gemv computes, with the same buffers, for one token; or, if there are SETS, for `few` tokens
-// whose inputs ring_inputs has staged in x. Grid: one or two threadgroups for each core of the GPU,
-// `units` in all.
+// whose inputs ring_inputs has staged in x if STAGED. Their `chosen` and `order` are sort_choices's
+// tiles and order: each expert is read once, and meets all tokens; what a token has not chosen is
+// dropped. Grid: one or two threadgroups for each core of the GPU, `units` in all.
 kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
         device float *y0, device float *y1, device float *y2,                     // 8 to 10
         device const float *other, device const float *norm_bias, device const int *chosen,
         device const float *scale0, device const float *scale1,                   // 14, 15
-        constant struct product_args *a, PLACE) {
+        device const int *order, constant struct product_args *a, PLACE) {
     threadgroup mbarrier *full = (threadgroup mbarrier *)shared, *is_free = full + RING_SLOTS;
     threadgroup float *zeros = shared + 4 * RING_SLOTS, *squares = zeros + SIMD_LANES;
     threadgroup float *sums = squares + FEW * RING_WORKERS;
     threadgroup float *xs = sums + 2 * RING_WORKERS * ring_sums(SETS);
     threadgroup uchar *slots = (threadgroup uchar *)(shared +
         ring_floats(a->cols, a->piece, RING, SETS, TEAMS, a->inputs));
-    uint all = a->w[0].rows * a->tokens + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
-    int first = all * tg / a->units, end = all * (tg + 1) / a->units;   // below 2^32, see run_ring
     // if there are SETS, xs is: mbarriers for a worker's chunks, what all workers hand out, chunks;
     // the teams have chunks in common
     int chunk = ring_chunk(a->piece, RING) * ring_group(SETS), tokens = SETS ? a->few : 1;
@@ -1639,9 +1658,13 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
     }
     if (tid < SIMD_LANES) zeros[tid] = 0.0f;
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the mbarriers are there
+    int lists = a->tokens;
+    if (EXPERTS && (SETS || (int)sg >= workers)) { input_wait(); }        // for the choice
+    if (EXPERTS && SETS) lists = experts_listed(chosen, a->tokens, lane);
+    uint all = a->w[0].rows * lists + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
+    int first = all * tg / a->units, end = all * (tg + 1) / a->units;   // below 2^32, see run_ring
     if ((int)sg >= workers) {
         int i = (sg - workers) * (RING_TILE / RING_COPIERS) + lane;
-        if (EXPERTS) { input_wait(); }                    // for the choice
         if (lane < RING_TILE / RING_COPIERS)
             ring_copy(full, is_free, slots, w0, w1, w2, chosen, first, end, i, a);
         return;
@@ -1667,14 +1690,16 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
         // a thread for each row and token
         int row = from + (int)tid % rows_met(), token = tid / rows_met();
         struct ring_tile mine = tile_at(min(row, end - 1), first, end, a);
-        int choice = EXPERTS ? chosen[mine.t] : 0, to = min(from + rows_met(), end);
-        bool has = row < to && token < tokens;
-        ulong at_y = (ulong)(mine.t + token) * a->w[mine.which].out_step + mine.row;
+        int mine_expert = tile_expert(chosen, mine.t), to = min(from + rows_met(), end);
+        int y_row = mine.t + token;
+        if (EXPERTS && SETS) y_row = token_choice(chosen, mine.t, order, token, a->each);
+        bool has = row < to && token < tokens && y_row >= 0;
+        ulong at_y = (ulong)y_row * a->w[mine.which].out_step + mine.row;
         float before = has && EPILOGUE == EPILOGUE_ADD ? other[at_y] : 0.0f;
         for (int r = from, n; r < to; r += n) {
             float acc[16];
             struct ring_tile t = tile_at(r, first, end, a);
-            int expert = EXPERTS ? chosen[t.t] : 0, row = r - from;
+            int row = r - from;
             bool two = has_second(r, t.n, first, end), idle = team > 0 && !two;
             n = t.n;
             if (two) {
@@ -1682,6 +1707,7 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
                 n += second.n;
                 if (team > 0) row += t.n, t = second;
             }
+            int expert = tile_expert(chosen, t.t);
             QUANT_UNROLL for (int i = 0; i < 16; i++) acc[i] = 0.0f;
             for (int p = 0; p < a->pieces; p++, used++) {
                 int c = resident ? p : used % a->inputs;
@@ -1711,9 +1737,9 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
             float square = 0.0f, scale = 1.0f;
             for (int i = 0; i < RING_WORKERS; i++) square += squares[token * RING_WORKERS + i];
             if (NORMED && !norm_first()) scale = rsqrt(square / (float)a->cols + a->eps);
-            if (IS_GLU) before = ring_result(own, 0, mine.row, choice, scale, bias0, scale0, a);
+            if (IS_GLU) before = ring_result(own, 0, mine.row, mine_expert, scale, bias0, scale0, a);
             device const float *bias = OF_THREE(which, bias0, bias1, bias2);
-            float v = ring_result(own + step - 1, which, mine.row, choice, scale, bias,
+            float v = ring_result(own + step - 1, which, mine.row, mine_expert, scale, bias,
                                   IS_GLU ? scale1 : scale0, a);
             finish(y + at_y, v, &a->end, before);
         }
@@ -2831,31 +2857,38 @@ kernel void weigh_inputs(device const float *x, device const int *order, device 
 
 // y[dim] = sum over k of weight[k] * (down of expert chosen[k] times up[k]), with the epilogue. A
 // shared expert's product is added, multiplied by the sigmoid of its router's product if `weighed`.
-// Grid: a SIMD-group for each unit of rows, which only it adds to.
+// Grid: a SIMD-group for each unit of rows of each of a few tokens, which only it adds to; those of
+// tokens stand side by side, so that the cache has what several have chosen.
 kernel void experts_down(device const uchar *down, device const uchar *shared_down,
         device const float *bias0, device const float *bias1, device const float *scale0,
         device const float *up, device const float *shared_up,                    // up[n_used][ff]
         device const int *chosen, device const float *weight, device const float *route,
         device const float *other, device float *y, constant struct experts_args *a, PLACE) {
-    int unit = tg * nsg + sg, R = unit_rows(FORMAT_0), row = unit * R;
+    int t = tg % a->down.tokens, unit = tg / a->down.tokens * nsg + sg, R = unit_rows(FORMAT_0);
+    int row = unit * R, dim = a->down.w[0].rows;
+    ulong at = (ulong)t * dim + row;                      // of y and other
+    up += (ulong)t * a->down.each * a->down.cols;
+    shared_up += (ulong)t * a->shared_cols;
+    chosen += t * a->down.each;
+    weight += t * a->down.each;
     struct row_input in = {up, 0, 0, 0, a->down.cols, 0.0f, 1.0f, 0.0f, lane,
                            shared + sg * X_FLOATS};
     float v[GEMV_ROWS], sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (row >= a->down.w[0].rows) return;                 // a whole SIMD-group: no barrier follows
+    if (row >= dim) return;                               // a whole SIMD-group: no barrier follows
     for (int k = 0; k < a->down.each; k++, in.x += in.cols) {
         gemv_product(FORMAT_0, 0, unit, chosen[k], down, bias0, scale0, &in, &a->down, v);
         for (int r = 0; r < R; r++) sum[r] += weight[k] * v[r];
     }
     if (a->shared_cols) {
-        float factor = a->weighed ? sigmoid(*route) : 1.0f;
+        float factor = a->weighed ? sigmoid(route[t]) : 1.0f;
         in.x = shared_up;
         in.cols = a->shared_cols;
         gemv_product(FORMAT_1, 1, unit, 0, shared_down, bias1, 0, &in, &a->down, v);
         for (int r = 0; r < R; r++) sum[r] += factor * v[r];
     }
     for (int r = 0; r < R; r++)
-        if (lane == 0 && row + r < a->down.w[0].rows)
-            finish(&y[row + r], sum[r], 0, has_other() ? other[row + r] : 0.0f);
+        if (lane == 0 && row + r < dim)
+            finish(&y[at + r], sum[r], 0, has_other() ? other[at + r] : 0.0f);
 }
 
 // Sorts a chunk's choices by expert: order[i] = token * n_used + k is choice k of a token, and

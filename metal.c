@@ -37,7 +37,7 @@ enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10, SOFT_CORES 
 #else
 enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10, SOFT_CORES = 0, SOFT_ROOM = 0 };
 #endif
-enum { MAX_PIPELINES = 512, MAX_BOUND = 16, EARLY_LAYERS = 4, SPLIT_LAYERS = 8, MAX_SPLITS = 32,
+enum { MAX_PIPELINES = 512, MAX_BOUND = 17, EARLY_LAYERS = 4, SPLIT_LAYERS = 8, MAX_SPLITS = 32,
        LONG_LAUNCH = 64 << 10, OWN_COLS = 16384 };
 // memory of the host, and what stands for it on the device: a buffer (Apple), a copy (NVIDIA)
 typedef struct { char *base; size_t size; void *buffer; } Shared;
@@ -885,8 +885,8 @@ static void run_norm(Session *s, const float *x, const Norm *w, int kind, int co
 }
 
 // y[i][n][rows] = w[i] times the input, for k matrices, at most three, with the epilogue; the GLU
-// makes y[0] of two. experts: y has rows for the choices of n tokens, as gemm says; or, if it is
-// EXPERTS_HEADS, heads have a matrix each, and n of gemv counts these.
+// makes y[0] of two. experts: y has rows for the choices of n tokens, as gemm says, or for their
+// heads; `chosen` has gemv's choices.
 typedef struct {
     const Matrix *const *w;
     int k;
@@ -895,11 +895,13 @@ typedef struct {
     int n;
     Epilogue e;
     int experts;
+    const int32_t *chosen;
 } Products;
 
 // buffers of gemv and gemm, in the order of their parameters; the first three are matrices
 enum { AT_BIAS = 3, AT_X = 6, AT_Y = 8, AT_OTHER = 11, AT_SCALES = 14,
        GEMV_NORM = 7, GEMV_NORM_BIAS = 12, GEMV_CHOSEN = 13, GEMV_BUFFERS = 16,
+       RING_ORDER = 16, RING_BUFFERS = 17,
        GEMM_POWERS = 7, GEMM_TILES = 12, GEMM_ORDER = 13, GEMM_BUFFERS = 15 };
 
 // Binds what gemv and gemm have in common. If there are less than three matrices, the others get
@@ -960,23 +962,34 @@ static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int rin
     return (RingPlan){a->slots >= LEAST, 0, 1, room};
 }
 
+// Sorts the choices of n tokens by expert, for gemm; or for gemv_ring, which reads each expert once
+static struct sort_args run_sort(Session *s, const int32_t *chosen, int n, int tile) {
+    int all = n * s->m->layers[s->l].n_used, n_expert = s->m->config.n_expert;
+    struct sort_args a = {all, n_expert, expert_tiles(all, n_expert, tile), tile};
+    run_kernel(s, a, "sort_choices", {chosen, s->order, s->gpu->place, s->gpu->tiles}, 4, 1,
+               SORT_THREADS, larger(n_expert, SORT_THREADS), {0});
+    return a;
+}
+
 // gemv_ring for as many of up to FEW tokens as it has room for, whose number it returns; the inputs
 // of several are staged first, if that would take it long. 0: it lacks the format, or the GPU has
-// no ring, or no room for one token. A short launch gets half of a core's threadgroup memory, so
+// no ring, or no room for one token; or choices have inputs of their own. A short launch gets half of a core's threadgroup memory, so
 // that the next one fits beside it; a long one gets nearly all, or two threadgroups a core, if its
 // rows are too narrow for 256 columns a worker. Whether it is long does not depend on tokens: so
 // each gets the bits that it has alone.
 static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
     enum { WIDE = 2048, DEEP = 210 << 10, SHALLOW = 112 << 10 };
     Gpu *g = s->gpu;
-    size_t bytes = 0;
-    int few = p->n;
-    if (!g->room || few > FEW || (few > 1 && p->experts) || p->experts == EXPERTS_HEADS) return 0;
+    size_t bytes = 0, rows = 0;
+    bool apart = p->experts == EXPERTS_SORTED;
+    int few = apart ? 1 : p->n;
+    if (!g->room || few > FEW || (apart && a->each > 1) || p->experts == EXPERTS_HEADS) return 0;
     for (int i = 0; i < p->k; i++) {
         if (quant_row_bytes(p->w[i]->type, 1)) return 0;   // floats have rows of one weight
         bytes += (size_t)a->w[i].row_bytes * p->w[i]->rows * a->tokens;
+        rows += (size_t)p->w[i]->rows * a->tokens;
     }
-    if (bytes / g->cores >> 24) return 0;   // so rows times threadgroups are below 2^32
+    if (rows * FEW * 2 * g->cores >> 32) return 0;   // they are multiplied by threadgroups
     bool longer = bytes / g->cores > g->many;
     int ring = longer && a->cols >= WIDE && a->cols % 64 == 0 ? 1 : 2;
     int room = smaller(ring > 1 ? SHALLOW : DEEP, g->room / ring);
@@ -1015,6 +1028,12 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
                     [C_RING] = ring, [C_SETS] = plan.sets, [C_TEAMS] = 1, [C_STAGED] = 1});
         d->bound[AT_X] = g->staged;
     }
+    d->n = RING_BUFFERS;
+    if (plan.sets && p->experts) {
+        a->tokens = run_sort(s, p->chosen, few, GEMM_FEW).tiles;
+        d->bound[GEMV_CHOSEN] = g->tiles;
+        d->bound[RING_ORDER] = s->order;
+    }
     gpu_dispatch(g, d, a, sizeof *a);
     return few;
 }
@@ -1023,23 +1042,27 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
 static int run_some(Session *s, Products p) {
     const Norm *norm = p.in.norm;
     struct product_args a;
-    bool chosen = p.experts == EXPERTS_GATHER;
-    int n = p.experts || p.n > FEW ? p.n : 1;
-    bool staged = n == 1 && p.w[0]->cols <= STAGED_COLS && !quant_row_bytes(p.w[0]->type, 1);
-    int nsg = staged ? STAGED_SIMDGROUPS : GEMV_SIMDGROUPS;   // floats have rows of one weight
-    Dispatch d = {.kernel = "gemv", .n = GEMV_BUFFERS, .threads = nsg * SIMD_LANES,
-                  .shared = staged ? staged_floats(p.w[0]->cols) : nsg * X_FLOATS,
-                  .constant = {[C_NORMED] = norm_bits(norm), [C_STAGED] = staged,
+    bool gather = p.experts == EXPERTS_GATHER;
+    int n = p.experts == EXPERTS_HEADS || p.n > FEW ? p.n : 1;
+    Dispatch d = {.kernel = "gemv", .n = GEMV_BUFFERS,
+                  .constant = {[C_NORMED] = norm_bits(norm),
                                [C_CENTRED] = norm && s->m->config.norm != NORM_RMS}};
     int all = 0, counted = p.e.kind == EPILOGUE_GLU ? 1 : p.k;   // matrices with units of their own
     bind_products(s, &d, &a, &p);
     if (norm) d.bound[GEMV_NORM] = norm->w, d.bound[GEMV_NORM_BIAS] = norm->b;
-    if (p.experts) d.bound[GEMV_CHOSEN] = s->chosen;
-    a.tokens = n;
-    if (chosen) a.tokens = a.each, a.x_step = 0;
+    if (p.experts) d.bound[GEMV_CHOSEN] = p.chosen;
+    a.tokens = n * a.each;
+    bool one = gather || a.tokens == 1;   // input; floats have rows of one weight
+    bool staged = one && p.w[0]->cols <= STAGED_COLS && !quant_row_bytes(p.w[0]->type, 1);
+    int nsg = staged ? STAGED_SIMDGROUPS : GEMV_SIMDGROUPS;
+    d.threads = nsg * SIMD_LANES;
+    d.shared = staged ? staged_floats(p.w[0]->cols) : nsg * X_FLOATS;
+    d.constant[C_STAGED] = staged;
     int done = run_ring(s, &p, &d, &a);
     if (done) return done;
-    for (int i = 0; i < p.k; i++) all += p.w[i]->rows * a.tokens;
+    if (gather) a.x_step = 0;   // all choices of a token have the same input
+    // a few tokens' units have as many rows as one's
+    for (int i = 0; i < p.k; i++) all += p.w[i]->rows * (p.n > FEW ? n : a.each);
     for (int i = 0; i < counted; i++)
         a.units += gemv_units(p.w[i]->type, p.w[i]->rows, gemv_most(all));
     d.groups = div_up(a.units * a.tokens, nsg);
@@ -1048,15 +1071,19 @@ static int run_some(Session *s, Products p) {
     return n;
 }
 
-static void run_gemv(Session *s, Products p) {   // for up to FEW tokens, or n of a router or heads
+static void run_gemv(Session *s, Products p) {   // for up to FEW tokens, or n of a router
     float *y[3];
+    bool chosen = p.experts == EXPERTS_GATHER || p.experts == EXPERTS_SORTED;
+    int each = chosen ? s->m->layers[s->l].n_used : 1, inputs = 1;   // of a token: results, inputs
+    if (p.experts == EXPERTS_SORTED) inputs = each;
     for (int i = 0; i < p.k; i++) y[i] = p.y[i > 0 && p.e.kind == EPILOGUE_GLU ? 0 : i];
     for (int done; p.n > 0; p.n -= done) {
         p.y = y;
         done = run_some(s, p);
-        p.in.x += done * input_step(p.w[0]);
+        p.in.x += done * inputs * input_step(p.w[0]);
         if (p.e.other) p.e.other += done * output_step(p.w[0]);
-        for (int i = 0; i < p.k; i++) y[i] += done * output_step(p.w[i]);
+        for (int i = 0; i < p.k; i++) y[i] += done * each * output_step(p.w[i]);
+        p.chosen += done * each;
     }
 }
 
@@ -1098,14 +1125,14 @@ static void run_gemm(Session *s, Products p) {
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// Up to FEW tokens run as in decode, so that each has the bits that it has alone. In an encoder a
-// token sees later ones.
+// Up to FEW tokens run as in decode, so that each has the bits that it has alone, and they read the
+// weights once where there is a ring. In an encoder a token sees later ones.
 static bool is_few(const Session *s, int n) { return n == 1 || (n <= FEW && s->m->config.causal); }
 
 // one dispatch, or for a chunk two; for a few tokens as many as run_ring needs
 static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
                          int n, Epilogue e) {
-    Products p = {w, k, in, y, n, e, EXPERTS_NONE};
+    Products p = {w, k, in, y, n, e, EXPERTS_NONE, NULL};
     if (is_few(s, n)) run_gemv(s, p);
     else run_gemm(s, p);
 }
@@ -1197,18 +1224,6 @@ static bool run_flash(Session *s, const Layer *w, Dispatch *d, const struct atte
     return true;
 }
 
-// Token t of the s->n of a pass, as if it was the pass's only one
-static Session token_alone(const Session *s, int t) {
-    const Config *c = &s->m->config;
-    Session one = *s;
-    one.pos += t;
-    one.x += (size_t)t * c->dim;
-    one.inputs += (size_t)t * c->n_layer * c->per_layer;
-    one.angles[FULL] += t * c->n_rot;
-    one.angles[WINDOWED] += t * c->n_rot_local;
-    return one;
-}
-
 // QK norm, RoPE, the write to the cache, and s->att[n][n_head][vd]: one dispatch for one token, two
 // for a chunk (but one if latent) or where another layer's keys are read; one more for a norm of a
 // whole projection, one for a norm of values, and one to merge a ring's slices. Each of a few
@@ -1223,11 +1238,14 @@ static void run_attention(Session *s, const Layer *w, int n) {
                         : attention_spread(g, w, ring_used(s, kv->rows, n), false);
     bool apart = few && !spread_alike(spread, token_spread(s, w, kv->rows, 1));
     for (int t = 0, alike; apart && t < n; t += alike) {
-        Session one = token_alone(s, t);
-        Spread first = token_spread(&one, w, kv->rows, 1);
+        Session one = *s;
+        Spread first = token_spread(s, w, kv->rows, t + 1);
         for (alike = 1; t + alike < n; alike++)
-            if (!spread_alike(first, token_spread(&one, w, kv->rows, alike + 1))) break;
+            if (!spread_alike(first, token_spread(s, w, kv->rows, t + alike + 1))) break;
         int q_step = w->n_head * w->hd;
+        one.pos += t;
+        one.angles[FULL] += t * c->n_rot;
+        one.angles[WINDOWED] += t * c->n_rot_local;
         one.q += t * q_step;
         one.mix += t * 2 * q_step;   // queries and gates
         one.k += (size_t)t * w->n_kv * w->hd;
@@ -1297,9 +1315,8 @@ static void run_heads(Session *s, const Matrix *w, const float *x, float *y, int
     one.x_step /= n_head;
     one.out_step /= n_head;
     w = &one;
-    Products p = {&w, 1, {x, NULL}, &y, n, STORE, EXPERTS_HEADS};
-    if (n == 1) p.n = n_head;   // for gemv each head is a token
-    if (n == 1) run_gemv(s, p);
+    Products p = {&w, 1, {x, NULL}, &y, n, STORE, EXPERTS_HEADS, NULL};
+    if (is_few(s, n)) run_gemv(s, p);
     else run_gemm(s, p);
 }
 
@@ -1330,8 +1347,9 @@ static void run_latent(Session *s, const Layer *w, Input in, int n) {
     const Matrix *m[2] = {&w->k, two ? &w->q_a : &w->q};
     float *to[2] = {s->k, two ? s->z : s->mix};
     run_products(s, m, 2, in, to, n, STORE);
-    if (two && n > 1) run_norm(s, s->z, &w->q_a_norm, NORM_RMS, w->q_a.rows, s->z, n, STORE);
-    Input z = {s->z, n > 1 ? NULL : &w->q_a_norm};
+    bool few = is_few(s, n);
+    if (two && !few) run_norm(s, s->z, &w->q_a_norm, NORM_RMS, w->q_a.rows, s->z, n, STORE);
+    Input z = {s->z, few ? &w->q_a_norm : NULL};
     if (two) run_product(s, &w->q, z, s->mix, n, STORE);
     run_latent_row(s, w, n);
     run_heads(s, &w->k_b, s->mix, s->q, n);
@@ -1349,12 +1367,11 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     Epilogue glu = {.kind = EPILOGUE_GLU, .other = h, .factor = 1, .limit = limit};
     Epilogue act = {.kind = EPILOGUE_ACT, .factor = 1};
     int k = gate->data ? 2 : 1;   // matrices, the last of the pair
-    Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts};
-    if (n == 1 && experts == EXPERTS_SORTED) p.n = s->m->layers[s->l].n_used;   // inputs
-    if (n == 1 || (is_few(s, n) && !experts)) return run_gemv(s, p);
-    if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts});
+    Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts, s->chosen};
+    if (is_few(s, n)) return run_gemv(s, p);
+    if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts, NULL});
     if (k > 1) in.x = NULL;
-    run_gemm(s, (Products){&up, 1, in, &y, n, p.e, experts});
+    run_gemm(s, (Products){&up, 1, in, &y, n, p.e, experts, NULL});
 }
 
 static void run_inputs(Session *s, int n) {   // s->gate = activation(s->gate) * the layer's inputs
@@ -1375,26 +1392,22 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     Input x = in;   // first the router's, then the experts'
     int first = c->routed_first, end = w->shared_router.data ? 2 : 1, from = EXPERTS_GATHER;
     if (w->router_norm.w) x = run_input(s, s->x, &w->router_norm, s->gathered, n);
-    Products products = {routers + first, end - first, x, to + first, n, STORE, EXPERTS_NONE};
+    Products products = {routers + first, end - first, x, to + first, n, STORE, EXPERTS_NONE, NULL};
     if (first < end) run_gemv(s, products);
     run_kernel(s, a, "choose_experts", {s->route, w->router_bias, s->chosen, s->weight}, 4, n,
                SIMD_LANES, c->n_group, {[C_BIASES] = w->router_bias != NULL});
     if (w->shared_up.data)
         run_ffn(s, &w->shared_gate, &w->shared_up, in, s->gate, s->up, n, EXPERTS_NONE,
                 w->limit_ffn);
-    if (n > 1) {
-        int all = n * w->n_used, tile = experts_tile(s, n);
-        struct sort_args b = {all, c->n_expert, expert_tiles(all, c->n_expert, tile), tile};
-        run_kernel(s, b, "sort_choices", {s->chosen, s->order, s->gpu->place, s->gpu->tiles}, 4, 1,
-                   SORT_THREADS, larger(c->n_expert, SORT_THREADS), {0});
-    }
+    bool few = is_few(s, n);
+    if (!few) run_sort(s, s->chosen, n, experts_tile(s, n));
     if (w->expert_norm.w) x = run_input(s, s->x, &w->expert_norm, s->gathered, n);
     if (w->latent_down.data) {
         run_product(s, &w->latent_down, x, s->latent, n, STORE);
         x = (Input){s->latent, NULL};
     }
     if (c->inputs_weighed) {   // each choice has an input of its own
-        struct weigh_inputs_args b = {w->up.cols, w->n_used, n > 1};
+        struct weigh_inputs_args b = {w->up.cols, w->n_used, !few};
         run_kernel(s, b, "weigh_inputs", {x.x, s->order, s->weight, s->gpu->gate}, 4,
                    n * w->n_used, threads_for(b.dim, NORM_THREADS), 0, {0});
         x.x = s->gpu->gate;
@@ -1404,26 +1417,26 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
 }
 
 // y[n][dim] = the weighted sum of the experts' results, plus the shared expert's if it has data,
-// with the epilogue: one dispatch for one token, three or five for a chunk
+// with the epilogue: one dispatch for a few tokens, three or five for a chunk
 static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, float *y, int n,
                             Epilogue e) {
     Gpu *g = s->gpu;
     const Matrix *down = &w->down;
     bool weighed = w->shared_router.data;
-    if (n > 1) {
+    if (!is_few(s, n)) {
         struct weigh_args a = {down->rows, w->n_used, shared->data != NULL, weighed, e.factor};
-        run_gemm(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED});
+        run_gemm(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED, NULL});
         if (a.shared) run_product(s, shared, (Input){s->up, NULL}, s->expert_out, n, STORE);
         return run_kernel(s, a, "weigh_experts", {g->gate, s->weight, g->place, s->expert_out,
                                                   s->gathered, e.other, y}, 7, n,
                           threads_for(down->rows, NORM_THREADS), 0, {[C_EPILOGUE] = e.kind});
     }
     int most = gemv_most(down->rows), units = gemv_units(down->type, down->rows, most);
-    struct experts_args a = {{.cols = w->ff, .each = w->n_used, .factor = e.factor}, shared->cols,
-                             weighed};
+    struct experts_args a = {{.cols = w->ff, .tokens = n, .each = w->n_used, .factor = e.factor},
+                             shared->cols, weighed};
     Dispatch d = {"experts_down", {[4] = down->scale, g->up, s->up, s->chosen, s->weight,
                                    s->gathered, e.other, y}, 12,
-                  div_up(units, GEMV_SIMDGROUPS), GEMV_SIMDGROUPS * SIMD_LANES,
+                  n * div_up(units, GEMV_SIMDGROUPS), GEMV_SIMDGROUPS * SIMD_LANES,
                   GEMV_SIMDGROUPS * X_FLOATS,
                   {[C_EPILOGUE] = e.kind, [C_EXPERTS] = EXPERTS_SORTED, [C_UNIT_ROWS] = most}};
     bind_matrix(&d, a.down.w, 0, down, 2, true);
@@ -1481,7 +1494,7 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
                UNITS(div_up(channels, SIMD_LANES) * div_up(n, CONV_TOKENS)), 0,
                {[C_BIASES] = w->conv_bias != NULL, [C_GATED] = gated});
     if (gated) return g->conv;
-    int share = c->n_value / c->n_key, block = n > 1 ? BLOCK_MAX : 1;
+    int share = c->n_value / c->n_key, block = is_few(s, n) ? 1 : BLOCK_MAX;
     const float *alpha = fused ? s->beta_alpha + share : s->decay;
     const float *beta = fused ? s->beta_alpha : s->write_gate;
     struct delta_args b = {n, c->n_key, c->n_value, c->dv, c->key_tiled,
@@ -1501,8 +1514,9 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     return s->att;
 }
 
-// The rest of a layer after attention in one dispatch, if --gpu block asks for it and ffn_block can
-static bool run_block(Session *s, const Layer *w) {
+// The rest of a layer after attention in one dispatch for each of a few tokens, if --gpu block asks
+// for it and ffn_block can
+static bool run_block(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     const Matrix *m[4] = {&w->o, &w->gate, &w->up, &w->down};
     struct product_args a = {.cols = w->o.cols, .eps = c->eps, .factor = 1};
@@ -1519,7 +1533,11 @@ static bool run_block(Session *s, const Layer *w) {
     }
     const Variant *p = fits ? gpu_pipeline(s->gpu, &d) : NULL;
     if (!p || !gpu_ready(s->gpu, p) || p->threads < BLOCK_THREADS) return false;
-    gpu_dispatch(s->gpu, &d, &a, sizeof a);
+    for (int t = 0; t < n; t++) {
+        d.bound[4] = s->att + (size_t)t * w->o.cols;
+        d.bound[6] = s->x + (size_t)t * c->dim;
+        gpu_dispatch(s->gpu, &d, &a, sizeof a);
+    }
     return true;
 }
 
@@ -1554,12 +1572,6 @@ static void run_residual(Session *s, const Layer *l, Residual r, int n) {
     if (again) run_norm(s, r.tmp, &l->attn_norm_2, c->norm, c->dim, r.y, n, STORE);
 }
 
-// Do a few tokens run through the layer together, so that its weights are read once? Elsewhere they
-// run one after the other: where choices, states or latent rows make a token's work its own.
-static bool shares_weights(const Session *s, const Layer *w) {
-    return w->n_kv && !w->k_b.data && !w->mixer && !w->router.data && !s->o.gpu_block;
-}
-
 // One layer, as in forward. If attention and FFN stand side by side, both read s->x, so x plus
 // attention's result waits in s->out; so it does if a recurrent mixer stands beside attention.
 static void run_layer(Session *s, const Layer *w, int n) {
@@ -1568,22 +1580,16 @@ static void run_layer(Session *s, const Layer *w, int n) {
     float *sum = w->side_by_side ? s->out : s->x, *base = s->x;
     bool moe = w->router.data, latent = w->k_b.data, both = w->n_kv && w->mixer;
     const Norm none = {0}, *post = both ? &none : &w->attn_post_norm;   // of attention
-    bool alone = n > 1 && is_few(s, n) && !shares_weights(s, w);
-    for (int t = 0; alone && t < n; t++) {
-        Session one = token_alone(s, t);
-        run_layer(&one, w, 1);
-    }
-    if (alone) return;
     if (moe && s->m->config.routed_first)
         run_gemv(s, (Products){(const Matrix *[]){&w->router}, 1, {s->x, NULL}, &s->route, n, STORE,
-                               EXPERTS_NONE});
+                               EXPERTS_NONE, NULL});
     Input in = run_input(s, s->x, &w->attn_norm, s->normed, n);
     if (w->n_kv) {
         if (latent) run_latent(s, w, in, n);
         else run_products(s, qkv, w->k.rows ? 3 : 1, in, to, n, STORE);
         if (!latent) run_attention(s, w, n);
         if (!latent && w->attn_gate.data) run_gates(s, w, in, s->att, w->vd, n);
-        if (n == 1 && run_block(s, w)) return;
+        if (is_few(s, n) && run_block(s, w, n)) return;
         run_residual(s, w, (Residual){.w = &w->o, .in = latent ? s->mix : s->att, .post = post,
                                       .base = s->x, .tmp = s->out, .y = both ? s->out : sum}, n);
         if (both) base = s->out;
@@ -1906,9 +1912,6 @@ static void gpu_open(Session *s) {
     device_send(s->gpu, s->slopes, s->m->config.n_head * sizeof *s->slopes);
     device_keep(s->gpu);
     device_often(s->gpu, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
-    // guesses pay where a few tokens read the weights together
-    bool shares = s->gpu->room;
-    for (int l = 0; l < s->m->config.n_layer; l++) shares &= shares_weights(s, &s->m->layers[l]);
-    if (!shares) s->o.draft = 0;
+    if (!s->gpu->room || s->o.gpu_block) s->o.draft = 0;   // guesses would cost as much as tokens
     warm_up(s);
 }
