@@ -297,7 +297,7 @@ enum { FEW = 8 };
     X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups; \
                         gemv_ring: ring_inputs has staged it */ \
     X(RING)          /* gemv_ring: threadgroups that fit side by side, 1 or 2 */ \
-    X(SETS)          /* gemv_ring: of four tokens each, 1 or 2; 0: one token */ \
+    X(SETS)          /* gemv, gemv_ring: of four tokens each, 1 or 2; 0: one token */ \
     X(TEAMS)         /* gemv_ring: of workers, each with a tile of its own */ \
     X(TILE_TOKENS) X(TILE_ROWS)   /* gemm: tokens and rows of a tile */ \
     X(BUFFERS)       /* gemm, flash_attention: buffers of tiles, 1 or 2 */ \
@@ -416,14 +416,15 @@ static inline int gemv_most(int all) {
     if (most < 1) return 1;
     return most < GEMV_ROWS ? most : GEMV_ROWS;
 }
-static inline int gemv_rows(int format, int most) {
+static inline int gemv_rows(int format, int most, int sets) {
     int rows = GEMV_ROWS;
     if (format == FORMAT_F16 || format == FORMAT_BF16 || format == FORMAT_Q8_0) rows = 2;
     if (format == FORMAT_F32) rows = 1;
+    if (sets) rows = GEMV_ROWS;   // there are more loads of x
     return rows < most ? rows : most;
 }
-static inline int gemv_units(int format, int rows, int most) {
-    return div_up(rows, gemv_rows(format, most));
+static inline int gemv_units(int format, int rows, int most, int sets) {
+    return div_up(rows, gemv_rows(format, most, sets));
 }
 
 // floats of threadgroup memory for gemv if it is STAGED: its input, and a sum from each SIMD-group
@@ -437,7 +438,7 @@ static inline int staged_floats(int cols) {
 // from a row of a slot to the next, which begins 16 bytes on in the banks and has room to be copied
 // from a multiple of 16 bytes to another; floats of a staged group; groups of a worker's chunk of
 // input; floats of threadgroup memory in front of the slots: barriers, zeros, workers' sums of
-// squares, two buffers of sums, and inputs
+// squares, two buffers of sums, the choices of a few tokens and their list of experts, and inputs
 static inline int ring_span(int ring) { return ring > 1 ? 1 : 2; }
 static inline int ring_padded(int cols, int ring) {
     return div_up(cols, 128 * ring_span(ring)) * 128 * ring_span(ring);
@@ -459,8 +460,11 @@ static inline int ring_threads(int teams) {
     return (teams * RING_WORKERS + RING_COPIERS) * SIMD_LANES;
 }
 static inline int ring_sums(int sets) { return sets ? FEW_SUMS : RING_SUMS; }
-static inline int ring_floats(int cols, int piece, int ring, int sets, int teams, int inputs) {
+static inline int ring_list(int choices) { return div_up(3 * choices + 1, 4) * 4; }
+static inline int ring_floats(int cols, int piece, int ring, int sets, int teams, int inputs,
+        int choices) {
     int floats = 4 * RING_SLOTS + SIMD_LANES + RING_WORKERS * (FEW + 2 * ring_sums(sets));
+    floats += ring_list(choices);
     if (!sets) return floats + ring_padded(cols, ring) / 32 * RING_GROUP;
     int chunk = ring_chunk(piece, ring) * ring_group(sets);
     return floats + RING_WORKERS * (4 * RING_INPUTS + teams * EXCHANGE + inputs * chunk);
@@ -742,6 +746,8 @@ struct row_input {
     uint lane;
     threadgroup float *xs;
 };
+// tokens that a SIMD-group computes, those past the last one in vain
+static inline int tokens_met(void) { return SETS ? SET_TOKENS * SETS : 1; }
 
 static inline bool norm_first(void) { return NORMED && (CENTRED || NORMED & NORM_BIAS); }
 
@@ -801,38 +807,44 @@ static inline float norm_scale(device const float *x, int step, float limit, int
     return rsqrt(sum_all(square, part, nsg, sg, lane) / (float)cols + eps);
 }
 
-// A lane's share of the products of R rows of W with x:
-//   sum[r] += sum of w[r][i] * normed(x[i]),   *square += sum of x[i] * x[i]
-// Rows past `last` repeat it; the caller ignores them.
+// A lane's share of the products of R rows of W with the x of each of a few tokens:
+//   sum[t][r] += sum of w[r][i] * normed(x[t][i]),   square[t] += sum of x[t][i] * x[t][i]
+// Rows past `last` repeat it, as do tokens; the caller ignores them.
 //
 // In a float format neighbouring lanes take neighbouring weights, four each, so that together they
 // load whole cache lines. The loads of DOT_STEPS steps overlap.
 static inline void floats_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
-        thread const struct row_input *in, thread float *sum, thread float *square) {
+        thread const struct row_input *in, constant struct product_args *a, thread float *sum,
+        thread float *square) {
     int cols = in->cols;
     for (int i0 = 4 * in->lane; i0 < cols; i0 += DOT_STEPS * 4 * SIMD_LANES) {
-        float4 v[DOT_STEPS];
-        QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++) {
-            int i = i0 + j * 4 * SIMD_LANES;
-            v[j] = four_floats(in->x, i, cols);
-            QUANT_UNROLL for (int e = 0; e < 4; e++) *square += v[j][e] * v[j][e];
-            v[j] = normed(v[j], i, in);
-        }
+        float4 ws[GEMV_ROWS][DOT_STEPS];
         QUANT_UNROLL for (int r = 0; r < R; r++) {
             device const uchar *row = w + (ulong)min(r, last) * row_bytes;
-            float4 ws[DOT_STEPS];
             QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++)
-                ws[j] = four_weights(format, row, i0 + j * 4 * SIMD_LANES, cols);
-            QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++)
-                QUANT_UNROLL for (int e = 0; e < 4; e++) sum[r] += ws[j][e] * v[j][e];
+                ws[r][j] = four_weights(format, row, i0 + j * 4 * SIMD_LANES, cols);
+        }
+        QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
+            device const float *x = in->x + (SETS ? min(t, a->few - 1) * a->x_step : 0);
+            float4 v[DOT_STEPS];
+            QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++) {
+                int i = i0 + j * 4 * SIMD_LANES;
+                v[j] = four_floats(x, i, cols);
+                QUANT_UNROLL for (int e = 0; e < 4; e++) square[t] += v[j][e] * v[j][e];
+                v[j] = normed(v[j], i, in);
+            }
+            QUANT_UNROLL for (int r = 0; r < R; r++)
+                QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++)
+                    QUANT_UNROLL for (int e = 0; e < 4; e++)
+                        sum[t * GEMV_ROWS + r] += ws[r][j][e] * v[j][e];
         }
     }
 }
 
-// The same in a block format, where a lane decodes every 32nd group. Its 32 floats of x come by way
-// of threadgroup memory, xs[X_FLOATS]: the SIMD-group loads 1024 neighbours in whole cache lines,
-// and leaves each group where its lane finds it. If xs is NULL, each lane loads its own. The sums
-// of 16 x, which a group's offsets multiply, are computed once for all R rows.
+// The same in a block format, for one token, where a lane decodes every 32nd group. Its 32 floats
+// of x come by way of threadgroup memory, xs[X_FLOATS]: the SIMD-group loads 1024 neighbours in
+// whole cache lines, and leaves each group where its lane finds it. If xs is NULL, each lane loads
+// its own. The sums of 16 x, which a group's offsets multiply, are computed once for all R rows.
 static inline void groups_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
         thread const struct row_input *in, thread float *sum, thread float *square) {
     threadgroup float *xs = in->xs;
@@ -1047,44 +1059,55 @@ static inline int matrix_of(int i, int n0, int n1) {
 
 // rows in a unit; with the GLU or experts, units of all matrices are as large as the first one's
 static inline int unit_rows(int format) {
-    return gemv_rows(EPILOGUE == EPILOGUE_GLU || EXPERTS ? FORMAT_0 : format, UNIT_ROWS);
+    return gemv_rows(EPILOGUE == EPILOGUE_GLU || EXPERTS ? FORMAT_0 : format, UNIT_ROWS, SETS);
 }
 
-// v[r] = factor * (scale * (W x)[row + r] + bias[row + r]), in all lanes, for the rows of a unit.
-// W is matrix `which`; where each expert has one, it is that of `expert`, which is 0 elsewhere
+// v[t][r] = factor * (scale * (W x[t])[row + r] + bias[row + r]), in all lanes, for the rows of a
+// unit and its tokens, of which only floats have several. W is matrix `which`; where each expert
+// has one, it is that of `expert`, which is 0 elsewhere.
 static inline void gemv_product(int format, int which, int unit, int expert, device const uchar *w,
         device const float *bias, device const float *scales, thread const struct row_input *in,
         constant struct product_args *a, thread float *v) {
     constant struct kernel_matrix *m = &a->w[which];
     int R = unit_rows(format), row = unit * R, last = m->rows - 1 - row;
-    float sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, square = 0.0f;
+    float sum[FEW * GEMV_ROWS], square[FEW];
     float scale = SCALES >> which & 1 ? m->scale * scales[expert] : m->scale;
+    QUANT_UNROLL for (int i = 0; i < tokens_met() * GEMV_ROWS; i++) sum[i] = 0.0f;
+    QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) square[t] = 0.0f;
     w += m->start + (ulong)expert * m->step + (ulong)row * m->row_bytes;
-    if (format_float(format)) floats_dot(format, R, w, m->row_bytes, last, in, sum, &square);
-    else groups_dot(format, R, w, m->row_bytes, last, in, sum, &square);
-    if (in->norm && !norm_first()) {
-        square = STAGED ? in->square : simd_sum(square);
-        scale *= rsqrt(square / (float)in->cols + a->eps);
-    }
-    QUANT_UNROLL for (int r = 0; r < R; r++) {
-        v[r] = simd_sum(sum[r]) * scale;
-        if (BIASES >> which & 1) v[r] += bias[expert * m->bias_step + row + min(r, last)];
-        v[r] *= a->factor;
+    if (format_float(format)) floats_dot(format, R, w, m->row_bytes, last, in, a, sum, square);
+    else groups_dot(format, R, w, m->row_bytes, last, in, sum, square);
+    QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
+        float scaled = scale;
+        if (in->norm && !norm_first()) {
+            float all = STAGED ? in->square : simd_sum(square[t]);
+            scaled *= rsqrt(all / (float)in->cols + a->eps);
+        }
+        QUANT_UNROLL for (int r = 0; r < R; r++) {
+            float y = simd_sum(sum[t * GEMV_ROWS + r]) * scaled;
+            if (BIASES >> which & 1) y += bias[expert * m->bias_step + row + min(r, last)];
+            v[t * GEMV_ROWS + r] = y * a->factor;
+        }
     }
 }
 
-// y = gemv_product's v after the epilogue: times activation(gate[R]) (GLU), or plus other[rows]
+// y = gemv_product's v after the epilogue: times activation(gate) (GLU), or plus other[rows]
 static inline void gemv_unit(int format, int which, int unit, int expert, device const uchar *w,
         device const float *bias, device const float *scales, thread const struct row_input *in,
         thread const float *gate, device const float *other, device float *y,
         constant struct product_args *a) {
-    int R = unit_rows(format), row = unit * R;
-    float v[GEMV_ROWS];
+    int R = unit_rows(format), row = unit * R, tokens = SETS ? a->few : 1;
+    float v[FEW * GEMV_ROWS];
     gemv_product(format, which, unit, expert, w, bias, scales, in, a, v);
-    QUANT_UNROLL for (int r = 0; r < R; r++)
-        if (in->lane == 0 && row + r < a->w[which].rows)
-            finish(&y[row + r], v[r], &a->end,
-                   EPILOGUE == EPILOGUE_ADD ? other[row + r] : gate[r]);
+    QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
+        ulong at = (ulong)t * a->w[which].out_step + row;
+        QUANT_UNROLL for (int r = 0; r < R; r++) {
+            int i = t * GEMV_ROWS + r;
+            if (in->lane == 0 && t < tokens && row + r < a->w[which].rows)
+                finish(&y[at + r], v[i], &a->end,
+                       EPILOGUE == EPILOGUE_ADD ? other[at + r] : gate[i]);
+        }
+    }
 }
 
 // y0 = W0 x, y1 = W1 x and y2 = W2 x, for up to three matrices with the same x (Q, K and V).
@@ -1093,7 +1116,8 @@ static inline void gemv_unit(int format, int which, int unit, int expert, device
 // the GLU, with threadgroup memory of its own unless STAGED. Routers use gemv for each token of a
 // chunk, too: gemm rounds to half, which could reorder experts with almost equal scores. EXPERTS:
 // W0, or the GLU, for the chosen experts of one token: t counts these, and y0 is [n_used][rows].
-// EXPERTS_HEADS: t counts heads of tokens, each head with a matrix, x and y of its own.
+// EXPERTS_HEADS: t counts heads of tokens, each head with a matrix, x and y of its own. SETS: all
+// matrices are floats, and their weights, loaded once, meet `few` tokens.
 kernel void gemv(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
@@ -1101,10 +1125,11 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
         device const float *other, device const float *norm_bias, device const int *chosen,
         device const float *scale0, device const float *scale1,                   // 14, 15
         constant struct product_args *a, PLACE) {
-    float gate[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float gate[FEW * GEMV_ROWS];
     int u = tg * nsg + sg, t = u / a->units;
-    int n0 = gemv_units(FORMAT_0, a->w[0].rows, UNIT_ROWS);
-    int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows, UNIT_ROWS);
+    int n0 = gemv_units(FORMAT_0, a->w[0].rows, UNIT_ROWS, SETS);
+    int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows, UNIT_ROWS, SETS);
+    QUANT_UNROLL for (int i = 0; i < tokens_met() * GEMV_ROWS; i++) gate[i] = 0.0f;
     x += (ulong)min(t, a->tokens - 1) * a->x_step;
     struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, 0.0f, lane,
                            STAGED ? shared : shared + sg * X_FLOATS};
@@ -1286,7 +1311,7 @@ QUANT_INLINE void few_dot(int fa, int fb, thread const uint *a, thread const flo
 struct ring_tile { int which, t, row, n; };
 static inline int tile_rows(void) { return IS_GLU ? RING_TILE / 2 : RING_TILE; }
 static inline int sums_met(void) {                        // of a token
-    return ring_sums(SETS) / (SETS ? SET_TOKENS * SETS : 1);
+    return ring_sums(SETS) / tokens_met();
 }
 static inline int rows_met(void) { return IS_GLU ? sums_met() / 2 : sums_met(); }
 static inline struct ring_tile tile_at(int r, int first, int end, constant struct product_args *a) {
@@ -1304,23 +1329,38 @@ static inline bool has_second(int r, int n, int first, int end) {
     return TEAMS > 1 && r + n < end && (r + n - first) % rows_met() != 0;
 }
 
-// The expert whose rows these are. A token has a list of its choices; several have the one of
-// sort_choices, which has each expert once, with the place of its choices in their order.
-static inline int tile_expert(device const int *list, int t) {
+// The expert whose rows these are: entry t of one token's choices, or of several's list
+static inline int tile_expert(device const int *chosen, threadgroup const int *list, int t) {
     if (!EXPERTS) return 0;
-    return SETS ? list[3 * t] : list[t];
+    return SETS ? list[t] : chosen[t];
 }
-static inline int experts_listed(device const int *list, int most, uint lane) {   // how many
-    int n = 0;
-    for (int i = lane; i < most; i += SIMD_LANES) n += list[3 * i] >= 0;
-    return simd_sum(n);
+// The experts of a few tokens, each once, from their n choices, of which it leaves a copy in
+// `choices`. These have n flags behind them, and the list. Returns how long it is. By all threads.
+static inline int list_experts(device const int *chosen, int n, threadgroup int *choices, int tid,
+        int threads) {
+    threadgroup int *flags = choices + n, *list = flags + n, *count = list + n;
+    for (int i = tid; i < n; i += threads) choices[i] = chosen[i];
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // the choices are there
+    for (int i = tid; i < n; i += threads) {
+        int first = 1;
+        for (int k = 0; k < i; k++) first &= choices[k] != choices[i];
+        flags[i] = first;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // the flags are there
+    for (int i = tid; i < n; i += threads) {
+        int before = 0;
+        for (int k = 0; k < i; k++) before += flags[k];
+        if (flags[i]) list[before] = choices[i];
+        if (i == n - 1) *count = before + flags[i];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // the list is there
+    return *count;
 }
-// the token's choice that is entry t of that list, or -1
-static inline int token_choice(device const int *list, int t, device const int *order, int token,
-        int each) {
+// the token's choice of that expert, or -1
+static inline int choice_of(threadgroup const int *choices, int token, int expert, int each) {
     int found = -1;
-    for (int i = list[3 * t + 1]; i < list[3 * t + 2]; i++)
-        if (order[i] / each == token) found = order[i];
+    for (int i = token * each; i < (token + 1) * each; i++)
+        if (choices[i] == expert) found = i;
     return found;
 }
 
@@ -1347,8 +1387,8 @@ static inline void ring_step(thread struct ring_place *at, int slots) {
 // Fills row i of slot after slot, each as soon as it is free again
 static inline void ring_copy(threadgroup mbarrier *full, threadgroup mbarrier *is_free,
         threadgroup uchar *slots, device const uchar *w0, device const uchar *w1,
-        device const uchar *w2, device const int *chosen, int first, int end, int i,
-        constant struct product_args *a) {
+        device const uchar *w2, device const int *chosen, threadgroup const int *list, int first,
+        int end, int i, constant struct product_args *a) {
     struct ring_place at = {0, 0};
     for (int r = first, n; r < end; r += n) {
         struct ring_tile x = tile_at(r, first, end, a), y = x;
@@ -1360,7 +1400,7 @@ static inline void ring_copy(threadgroup mbarrier *full, threadgroup mbarrier *i
             int p = two ? k / 2 : k, which = slot_matrix(i, t), row = slot_row(i);
             constant struct kernel_matrix *m = &a->w[which];
             device const uchar *from = OF_THREE(which, w0, w1, w2);
-            from += row_start(m, tile_expert(chosen, t.t), t.row + row) + (ulong)p * m->piece;
+            from += row_start(m, tile_expert(chosen, list, t.t), t.row + row) + (ulong)p * m->piece;
             uint skew = (ulong)from % 16, n = skew + min(m->piece, m->row_bytes - p * m->piece);
             if (at.round > 0) mbarrier_wait(&is_free[at.slot], (at.round - 1) % 2);
             threadgroup uchar *to = slots + (at.slot * RING_TILE + i) * a->stride;
@@ -1625,22 +1665,25 @@ static inline float ring_result(threadgroup const float *sums, int which, int ro
 }
 
 // What gemv computes, with the same buffers, for one token; or, if there are SETS, for `few` tokens
-// whose inputs ring_inputs has staged in x if STAGED. Their `chosen` and `order` are sort_choices's
-// tiles and order: each expert is read once, and meets all tokens; what a token has not chosen is
-// dropped. Grid: one or two threadgroups for each core of the GPU, `units` in all.
+// whose inputs ring_inputs has staged in x if STAGED. Each expert that they have chosen is read
+// once, and meets all of them; what a token has not chosen is dropped. Grid: one or two
+// threadgroups for each core of the GPU, `units` in all.
 kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
         device float *y0, device float *y1, device float *y2,                     // 8 to 10
         device const float *other, device const float *norm_bias, device const int *chosen,
         device const float *scale0, device const float *scale1,                   // 14, 15
-        device const int *order, constant struct product_args *a, PLACE) {
+        constant struct product_args *a, PLACE) {
     threadgroup mbarrier *full = (threadgroup mbarrier *)shared, *is_free = full + RING_SLOTS;
     threadgroup float *zeros = shared + 4 * RING_SLOTS, *squares = zeros + SIMD_LANES;
     threadgroup float *sums = squares + FEW * RING_WORKERS;
-    threadgroup float *xs = sums + 2 * RING_WORKERS * ring_sums(SETS);
+    threadgroup int *choices = (threadgroup int *)(sums + 2 * RING_WORKERS * ring_sums(SETS));
+    int n_choices = SETS ? a->few * a->each : 0;
+    threadgroup float *xs = (threadgroup float *)(choices + ring_list(n_choices));
+    threadgroup const int *list = choices + 2 * n_choices;
     threadgroup uchar *slots = (threadgroup uchar *)(shared +
-        ring_floats(a->cols, a->piece, RING, SETS, TEAMS, a->inputs));
+        ring_floats(a->cols, a->piece, RING, SETS, TEAMS, a->inputs, n_choices));
     // if there are SETS, xs is: mbarriers for a worker's chunks, what all workers hand out, chunks;
     // the teams have chunks in common
     int chunk = ring_chunk(a->piece, RING) * ring_group(SETS), tokens = SETS ? a->few : 1;
@@ -1658,15 +1701,15 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
     }
     if (tid < SIMD_LANES) zeros[tid] = 0.0f;
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the mbarriers are there
-    int lists = a->tokens;
+    int matrices = a->tokens;                             // of experts
     if (EXPERTS && (SETS || (int)sg >= workers)) { input_wait(); }        // for the choice
-    if (EXPERTS && SETS) lists = experts_listed(chosen, a->tokens, lane);
-    uint all = a->w[0].rows * lists + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
+    if (EXPERTS && SETS) matrices = list_experts(chosen, n_choices, choices, tid, nsg * SIMD_LANES);
+    uint all = a->w[0].rows * matrices + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
     int first = all * tg / a->units, end = all * (tg + 1) / a->units;   // below 2^32, see run_ring
     if ((int)sg >= workers) {
         int i = (sg - workers) * (RING_TILE / RING_COPIERS) + lane;
         if (lane < RING_TILE / RING_COPIERS)
-            ring_copy(full, is_free, slots, w0, w1, w2, chosen, first, end, i, a);
+            ring_copy(full, is_free, slots, w0, w1, w2, chosen, list, first, end, i, a);
         return;
     }
     bool resident = !SETS || a->inputs == a->pieces;      // else chunks come again
@@ -1690,10 +1733,11 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
         // a thread for each row and token
         int row = from + (int)tid % rows_met(), token = tid / rows_met();
         struct ring_tile mine = tile_at(min(row, end - 1), first, end, a);
-        int mine_expert = tile_expert(chosen, mine.t), to = min(from + rows_met(), end);
+        int e = tile_expert(chosen, list, mine.t), to = min(from + rows_met(), end);
+        bool has = row < to && token < tokens;
         int y_row = mine.t + token;
-        if (EXPERTS && SETS) y_row = token_choice(chosen, mine.t, order, token, a->each);
-        bool has = row < to && token < tokens && y_row >= 0;
+        if (EXPERTS && SETS && has) y_row = choice_of(choices, token, e, a->each);
+        has = has && y_row >= 0;
         ulong at_y = (ulong)y_row * a->w[mine.which].out_step + mine.row;
         float before = has && EPILOGUE == EPILOGUE_ADD ? other[at_y] : 0.0f;
         for (int r = from, n; r < to; r += n) {
@@ -1707,7 +1751,7 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
                 n += second.n;
                 if (team > 0) row += t.n, t = second;
             }
-            int expert = tile_expert(chosen, t.t);
+            int expert = tile_expert(chosen, list, t.t);
             QUANT_UNROLL for (int i = 0; i < 16; i++) acc[i] = 0.0f;
             for (int p = 0; p < a->pieces; p++, used++) {
                 int c = resident ? p : used % a->inputs;
@@ -1737,9 +1781,9 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
             float square = 0.0f, scale = 1.0f;
             for (int i = 0; i < RING_WORKERS; i++) square += squares[token * RING_WORKERS + i];
             if (NORMED && !norm_first()) scale = rsqrt(square / (float)a->cols + a->eps);
-            if (IS_GLU) before = ring_result(own, 0, mine.row, mine_expert, scale, bias0, scale0, a);
+            if (IS_GLU) before = ring_result(own, 0, mine.row, e, scale, bias0, scale0, a);
             device const float *bias = OF_THREE(which, bias0, bias1, bias2);
-            float v = ring_result(own + step - 1, which, mine.row, mine_expert, scale, bias,
+            float v = ring_result(own + step - 1, which, mine.row, e, scale, bias,
                                   IS_GLU ? scale1 : scale0, a);
             finish(y + at_y, v, &a->end, before);
         }
@@ -2898,7 +2942,8 @@ kernel void experts_down(device const uchar *down, device const uchar *shared_do
 kernel void sort_choices(device const int *chosen, device int *order, device int *place,
         device int *tile, constant struct sort_args *a, PLACE) {
     threadgroup int *count = (threadgroup int *)shared;       // [n_expert][pieces]
-    int threads = nsg * SIMD_LANES, pieces = max(threads / a->n_expert, 1);
+    int threads = nsg * SIMD_LANES, most = div_up(a->choices, 32);
+    int pieces = max(min(threads / a->n_expert, most), 1);
     int all = a->n_expert * pieces, size = div_up(a->choices, pieces);
     for (int u = tid; u < all; u += threads) {
         int e = u % a->n_expert, piece = u / a->n_expert, n = 0;

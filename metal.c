@@ -37,7 +37,7 @@ enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10, SOFT_CORES 
 #else
 enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10, SOFT_CORES = 0, SOFT_ROOM = 0 };
 #endif
-enum { MAX_PIPELINES = 512, MAX_BOUND = 17, EARLY_LAYERS = 4, SPLIT_LAYERS = 8, MAX_SPLITS = 32,
+enum { MAX_PIPELINES = 512, MAX_BOUND = 16, EARLY_LAYERS = 4, SPLIT_LAYERS = 8, MAX_SPLITS = 32,
        LONG_LAUNCH = 64 << 10, OWN_COLS = 16384 };
 // memory of the host, and what stands for it on the device: a buffer (Apple), a copy (NVIDIA)
 typedef struct { char *base; size_t size; void *buffer; } Shared;
@@ -286,16 +286,18 @@ static char *device_address(const Gpu *g, const void *p) {
 
 // The source of a variant: its constants, and a function that calls the kernel. In a threadgroup of
 // 256 threads each thread may use as many registers as there can be. Of gemv, 512 or 768 threads
-// must fit on a core, or too few loads would be under way at once; of gemm 512 threads, of
-// flash_attention 2 or 3 threadgroups, so that some compute while others wait; of gemv_ring as many
-// as RING says, of attention that MERGES 2 unless heads are wide, so that the next launch fits.
+// (of a few tokens 384) must fit on a core, or too few loads would be under way at once; of gemm
+// 512 threads, of flash_attention 2 or 3 threadgroups, so that some compute while others wait; of
+// gemv_ring as many as RING says, of attention that MERGES 2 unless heads are wide, so that the
+// next launch fits.
 static void cuda_source(const Variant *p, char *s) {
     const int *constant = p->d.constant;
     bool waits = constant[C_RING] || !strcmp(p->d.kernel, "attention");   // by themselves, later
 #define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, constant[C_##name]);
     FUNCTION_CONSTANTS(X)
 #undef X
-    int fit = (gemv_rows(constant[C_FORMAT_0], GEMV_ROWS) > 2 ? 512 : 768) / p->threads;
+    int fit = (gemv_rows(constant[C_FORMAT_0], GEMV_ROWS, 0) > 2 ? 512 : 768) / p->threads;
+    if (constant[C_SETS]) fit = 384 / p->threads;
     if (constant[C_RING]) fit = div_up(constant[C_RING], constant[C_TEAMS]);
     else if (constant[C_TILE_ROWS]) fit = 512 / p->threads;
     else if (constant[C_BUFFERS]) fit = constant[C_HEAD_DIM] > 128 ? 2 : 3;
@@ -886,7 +888,7 @@ static void run_norm(Session *s, const float *x, const Norm *w, int kind, int co
 
 // y[i][n][rows] = w[i] times the input, for k matrices, at most three, with the epilogue; the GLU
 // makes y[0] of two. experts: y has rows for the choices of n tokens, as gemm says, or for their
-// heads; `chosen` has gemv's choices.
+// heads.
 typedef struct {
     const Matrix *const *w;
     int k;
@@ -895,13 +897,11 @@ typedef struct {
     int n;
     Epilogue e;
     int experts;
-    const int32_t *chosen;
 } Products;
 
 // buffers of gemv and gemm, in the order of their parameters; the first three are matrices
 enum { AT_BIAS = 3, AT_X = 6, AT_Y = 8, AT_OTHER = 11, AT_SCALES = 14,
        GEMV_NORM = 7, GEMV_NORM_BIAS = 12, GEMV_CHOSEN = 13, GEMV_BUFFERS = 16,
-       RING_ORDER = 16, RING_BUFFERS = 17,
        GEMM_POWERS = 7, GEMM_TILES = 12, GEMM_ORDER = 13, GEMM_BUFFERS = 15 };
 
 // Binds what gemv and gemm have in common. If there are less than three matrices, the others get
@@ -934,7 +934,8 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
 
 // bytes before the slots of gemv_ring
 static int ring_bytes(const struct product_args *a, int ring, int sets, int teams) {
-    return 4 * ring_floats(a->cols, a->piece, ring, sets, teams, a->inputs);
+    int choices = sets ? a->few * a->each : 0;
+    return 4 * ring_floats(a->cols, a->piece, ring, sets, teams, a->inputs, choices);
 }
 
 // What gemv_ring runs for up to `few` tokens: for how many it has room (0: for none), sets, teams,
@@ -954,40 +955,33 @@ static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int rin
         for (size_t i = 0; i < COUNT(ways); i++) {
             int teams = ways[i].teams, most = ways[i].room;
             a->inputs = smaller(ways[i].inputs, all);
+            a->few = smaller(few, SET_TOKENS * sets);
             a->slots = smaller((most - ring_bytes(a, ring, sets, teams)) / slot, RING_SLOTS);
             if (a->slots < ways[i].slots) continue;
-            return (RingPlan){smaller(few, SET_TOKENS * sets), sets, teams, most};
+            return (RingPlan){a->few, sets, teams, most};
         }
     a->slots = smaller((room - ring_bytes(a, ring, 0, 1)) / slot, RING_SLOTS);
     return (RingPlan){a->slots >= LEAST, 0, 1, room};
 }
 
-// Sorts the choices of n tokens by expert, for gemm; or for gemv_ring, which reads each expert once
-static struct sort_args run_sort(Session *s, const int32_t *chosen, int n, int tile) {
-    int all = n * s->m->layers[s->l].n_used, n_expert = s->m->config.n_expert;
-    struct sort_args a = {all, n_expert, expert_tiles(all, n_expert, tile), tile};
-    run_kernel(s, a, "sort_choices", {chosen, s->order, s->gpu->place, s->gpu->tiles}, 4, 1,
-               SORT_THREADS, larger(n_expert, SORT_THREADS), {0});
-    return a;
-}
-
 // gemv_ring for as many of up to FEW tokens as it has room for, whose number it returns; the inputs
 // of several are staged first, if that would take it long. 0: it lacks the format, or the GPU has
-// no ring, or no room for one token; or choices have inputs of their own. A short launch gets half of a core's threadgroup memory, so
-// that the next one fits beside it; a long one gets nearly all, or two threadgroups a core, if its
-// rows are too narrow for 256 columns a worker. Whether it is long does not depend on tokens: so
-// each gets the bits that it has alone.
+// no ring, or no room for one token; or a token's choices have inputs of their own. A short launch
+// gets half of a core's threadgroup memory, so that the next one fits beside it; a long one gets
+// nearly all, or two threadgroups a core, if its rows are too narrow for 256 columns a worker.
+// Whether it is long does not depend on tokens: so each gets the bits that it has alone.
 static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
     enum { WIDE = 2048, DEEP = 210 << 10, SHALLOW = 112 << 10 };
     Gpu *g = s->gpu;
-    size_t bytes = 0, rows = 0;
-    bool apart = p->experts == EXPERTS_SORTED;
-    int few = apart ? 1 : p->n;
-    if (!g->room || few > FEW || (apart && a->each > 1) || p->experts == EXPERTS_HEADS) return 0;
+    uint64_t bytes = 0, rows = 0;
+    bool sorted = p->experts == EXPERTS_SORTED;
+    int few = sorted ? 1 : p->n;
+    if (!g->room || few > FEW || p->experts == EXPERTS_HEADS) return 0;
+    if (sorted && a->each > 1) return 0;
     for (int i = 0; i < p->k; i++) {
         if (quant_row_bytes(p->w[i]->type, 1)) return 0;   // floats have rows of one weight
-        bytes += (size_t)a->w[i].row_bytes * p->w[i]->rows * a->tokens;
-        rows += (size_t)p->w[i]->rows * a->tokens;
+        bytes += (uint64_t)a->w[i].row_bytes * p->w[i]->rows * a->tokens;
+        rows += (uint64_t)p->w[i]->rows * a->tokens;
     }
     if (rows * FEW * 2 * g->cores >> 32) return 0;   // they are multiplied by threadgroups
     bool longer = bytes / g->cores > g->many;
@@ -1028,62 +1022,64 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
                     [C_RING] = ring, [C_SETS] = plan.sets, [C_TEAMS] = 1, [C_STAGED] = 1});
         d->bound[AT_X] = g->staged;
     }
-    d->n = RING_BUFFERS;
-    if (plan.sets && p->experts) {
-        a->tokens = run_sort(s, p->chosen, few, GEMM_FEW).tiles;
-        d->bound[GEMV_CHOSEN] = g->tiles;
-        d->bound[RING_ORDER] = s->order;
-    }
     gpu_dispatch(g, d, a, sizeof *a);
     return few;
 }
 
-// for some of the first of p.n tokens, whose number it returns; for all tokens of a router or heads
-static int run_some(Session *s, Products p) {
-    const Norm *norm = p.in.norm;
-    struct product_args a;
-    bool gather = p.experts == EXPERTS_GATHER;
-    int n = p.experts == EXPERTS_HEADS || p.n > FEW ? p.n : 1;
-    Dispatch d = {.kernel = "gemv", .n = GEMV_BUFFERS,
-                  .constant = {[C_NORMED] = norm_bits(norm),
-                               [C_CENTRED] = norm && s->m->config.norm != NORM_RMS}};
-    int all = 0, counted = p.e.kind == EPILOGUE_GLU ? 1 : p.k;   // matrices with units of their own
-    bind_products(s, &d, &a, &p);
-    if (norm) d.bound[GEMV_NORM] = norm->w, d.bound[GEMV_NORM_BIAS] = norm->b;
-    if (p.experts) d.bound[GEMV_CHOSEN] = p.chosen;
-    a.tokens = n * a.each;
-    bool one = gather || a.tokens == 1;   // input; floats have rows of one weight
-    bool staged = one && p.w[0]->cols <= STAGED_COLS && !quant_row_bytes(p.w[0]->type, 1);
+// gemv for some of the first of p.n tokens, whose number it returns: for all of a chunk that meet a
+// router, for all heads; for a few if the matrices are floats, but a norm's mean is one token's.
+// Units of a few tokens have as many rows as one's.
+static int run_plain(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
+    bool heads = p->experts == EXPERTS_HEADS, gather = p->experts == EXPERTS_GATHER;
+    bool floats = true, block = !quant_row_bytes(p->w[0]->type, 1);   // floats: rows of one weight
+    for (int i = 0; i < p->k; i++) floats &= quant_row_bytes(p->w[i]->type, 1) > 0;
+    bool meet = floats && !p->experts && !d->constant[C_CENTRED] &&
+                !(d->constant[C_NORMED] & NORM_BIAS);
+    int n = heads || p->n > FEW ? p->n : 1, sets = 0, all = 0;
+    int inputs = n * (gather ? 1 : a->each);
+    bool staged = block && inputs == 1 && p->w[0]->cols <= STAGED_COLS;
     int nsg = staged ? STAGED_SIMDGROUPS : GEMV_SIMDGROUPS;
-    d.threads = nsg * SIMD_LANES;
-    d.shared = staged ? staged_floats(p.w[0]->cols) : nsg * X_FLOATS;
-    d.constant[C_STAGED] = staged;
-    int done = run_ring(s, &p, &d, &a);
-    if (done) return done;
-    if (gather) a.x_step = 0;   // all choices of a token have the same input
-    // a few tokens' units have as many rows as one's
-    for (int i = 0; i < p.k; i++) all += p.w[i]->rows * (p.n > FEW ? n : a.each);
+    int counted = p->e.kind == EPILOGUE_GLU ? 1 : p->k;   // matrices with units of their own
+    if (gather) a->x_step = 0;   // all choices of a token have the same input
+    if (meet && p->n > 1 && p->n <= FEW) sets = div_up(p->n, SET_TOKENS);
+    a->few = sets ? p->n : 1;
+    a->tokens = n * a->each;
+    for (int i = 0; i < p->k; i++) all += p->w[i]->rows * (heads ? a->each : a->tokens);
     for (int i = 0; i < counted; i++)
-        a.units += gemv_units(p.w[i]->type, p.w[i]->rows, gemv_most(all));
-    d.groups = div_up(a.units * a.tokens, nsg);
-    d.constant[C_UNIT_ROWS] = gemv_most(all);
-    gpu_dispatch(s->gpu, &d, &a, sizeof a);
-    return n;
+        a->units += gemv_units(p->w[i]->type, p->w[i]->rows, gemv_most(all), sets);
+    d->groups = div_up(a->units * a->tokens, nsg);
+    d->threads = nsg * SIMD_LANES;
+    d->shared = staged ? staged_floats(p->w[0]->cols) : nsg * X_FLOATS;
+    d->constant[C_STAGED] = staged;
+    d->constant[C_SETS] = sets;
+    d->constant[C_UNIT_ROWS] = gemv_most(all);
+    gpu_dispatch(s->gpu, d, a, sizeof *a);
+    return sets ? a->few : n;
 }
 
 static void run_gemv(Session *s, Products p) {   // for up to FEW tokens, or n of a router
+    const Norm *norm = p.in.norm;
+    const int32_t *chosen = s->chosen;
+    bool sorted = p.experts == EXPERTS_SORTED, choices = sorted || p.experts == EXPERTS_GATHER;
+    int each = choices ? s->m->layers[s->l].n_used : 1;   // results of a token
     float *y[3];
-    bool chosen = p.experts == EXPERTS_GATHER || p.experts == EXPERTS_SORTED;
-    int each = chosen ? s->m->layers[s->l].n_used : 1, inputs = 1;   // of a token: results, inputs
-    if (p.experts == EXPERTS_SORTED) inputs = each;
     for (int i = 0; i < p.k; i++) y[i] = p.y[i > 0 && p.e.kind == EPILOGUE_GLU ? 0 : i];
     for (int done; p.n > 0; p.n -= done) {
+        struct product_args a;
+        Dispatch d = {.kernel = "gemv", .n = GEMV_BUFFERS,
+                      .constant = {[C_NORMED] = norm_bits(norm),
+                                   [C_CENTRED] = norm && s->m->config.norm != NORM_RMS}};
         p.y = y;
-        done = run_some(s, p);
-        p.in.x += done * inputs * input_step(p.w[0]);
+        bind_products(s, &d, &a, &p);
+        if (norm) d.bound[GEMV_NORM] = norm->w, d.bound[GEMV_NORM_BIAS] = norm->b;
+        if (choices) d.bound[GEMV_CHOSEN] = chosen;
+        a.tokens = a.each;   // of the first token
+        done = run_ring(s, &p, &d, &a);
+        if (!done) done = run_plain(s, &p, &d, &a);
+        p.in.x += done * (sorted ? each : 1) * input_step(p.w[0]);
         if (p.e.other) p.e.other += done * output_step(p.w[0]);
         for (int i = 0; i < p.k; i++) y[i] += done * each * output_step(p.w[i]);
-        p.chosen += done * each;
+        chosen += done * each;
     }
 }
 
@@ -1132,7 +1128,7 @@ static bool is_few(const Session *s, int n) { return n == 1 || (n <= FEW && s->m
 // one dispatch, or for a chunk two; for a few tokens as many as run_ring needs
 static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
                          int n, Epilogue e) {
-    Products p = {w, k, in, y, n, e, EXPERTS_NONE, NULL};
+    Products p = {w, k, in, y, n, e, EXPERTS_NONE};
     if (is_few(s, n)) run_gemv(s, p);
     else run_gemm(s, p);
 }
@@ -1315,7 +1311,7 @@ static void run_heads(Session *s, const Matrix *w, const float *x, float *y, int
     one.x_step /= n_head;
     one.out_step /= n_head;
     w = &one;
-    Products p = {&w, 1, {x, NULL}, &y, n, STORE, EXPERTS_HEADS, NULL};
+    Products p = {&w, 1, {x, NULL}, &y, n, STORE, EXPERTS_HEADS};
     if (is_few(s, n)) run_gemv(s, p);
     else run_gemm(s, p);
 }
@@ -1367,11 +1363,11 @@ static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, 
     Epilogue glu = {.kind = EPILOGUE_GLU, .other = h, .factor = 1, .limit = limit};
     Epilogue act = {.kind = EPILOGUE_ACT, .factor = 1};
     int k = gate->data ? 2 : 1;   // matrices, the last of the pair
-    Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts, s->chosen};
+    Products p = {pair + 2 - k, k, in, &y, n, k > 1 ? glu : act, experts};
     if (is_few(s, n)) return run_gemv(s, p);
-    if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts, NULL});
+    if (k > 1) run_gemm(s, (Products){&gate, 1, in, &h, n, STORE, experts});
     if (k > 1) in.x = NULL;
-    run_gemm(s, (Products){&up, 1, in, &y, n, p.e, experts, NULL});
+    run_gemm(s, (Products){&up, 1, in, &y, n, p.e, experts});
 }
 
 static void run_inputs(Session *s, int n) {   // s->gate = activation(s->gate) * the layer's inputs
@@ -1392,7 +1388,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     Input x = in;   // first the router's, then the experts'
     int first = c->routed_first, end = w->shared_router.data ? 2 : 1, from = EXPERTS_GATHER;
     if (w->router_norm.w) x = run_input(s, s->x, &w->router_norm, s->gathered, n);
-    Products products = {routers + first, end - first, x, to + first, n, STORE, EXPERTS_NONE, NULL};
+    Products products = {routers + first, end - first, x, to + first, n, STORE, EXPERTS_NONE};
     if (first < end) run_gemv(s, products);
     run_kernel(s, a, "choose_experts", {s->route, w->router_bias, s->chosen, s->weight}, 4, n,
                SIMD_LANES, c->n_group, {[C_BIASES] = w->router_bias != NULL});
@@ -1400,7 +1396,12 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
         run_ffn(s, &w->shared_gate, &w->shared_up, in, s->gate, s->up, n, EXPERTS_NONE,
                 w->limit_ffn);
     bool few = is_few(s, n);
-    if (!few) run_sort(s, s->chosen, n, experts_tile(s, n));
+    if (!few) {
+        int all = n * w->n_used, tile = experts_tile(s, n);
+        struct sort_args b = {all, c->n_expert, expert_tiles(all, c->n_expert, tile), tile};
+        run_kernel(s, b, "sort_choices", {s->chosen, s->order, s->gpu->place, s->gpu->tiles}, 4, 1,
+                   SORT_THREADS, larger(c->n_expert, SORT_THREADS), {0});
+    }
     if (w->expert_norm.w) x = run_input(s, s->x, &w->expert_norm, s->gathered, n);
     if (w->latent_down.data) {
         run_product(s, &w->latent_down, x, s->latent, n, STORE);
@@ -1425,13 +1426,13 @@ static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, fl
     bool weighed = w->shared_router.data;
     if (!is_few(s, n)) {
         struct weigh_args a = {down->rows, w->n_used, shared->data != NULL, weighed, e.factor};
-        run_gemm(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED, NULL});
+        run_gemm(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED});
         if (a.shared) run_product(s, shared, (Input){s->up, NULL}, s->expert_out, n, STORE);
         return run_kernel(s, a, "weigh_experts", {g->gate, s->weight, g->place, s->expert_out,
                                                   s->gathered, e.other, y}, 7, n,
                           threads_for(down->rows, NORM_THREADS), 0, {[C_EPILOGUE] = e.kind});
     }
-    int most = gemv_most(down->rows), units = gemv_units(down->type, down->rows, most);
+    int most = gemv_most(down->rows), units = gemv_units(down->type, down->rows, most, 0);
     struct experts_args a = {{.cols = w->ff, .tokens = n, .each = w->n_used, .factor = e.factor},
                              shared->cols, weighed};
     Dispatch d = {"experts_down", {[4] = down->scale, g->up, s->up, s->chosen, s->weight,
@@ -1582,7 +1583,7 @@ static void run_layer(Session *s, const Layer *w, int n) {
     const Norm none = {0}, *post = both ? &none : &w->attn_post_norm;   // of attention
     if (moe && s->m->config.routed_first)
         run_gemv(s, (Products){(const Matrix *[]){&w->router}, 1, {s->x, NULL}, &s->route, n, STORE,
-                               EXPERTS_NONE, NULL});
+                               EXPERTS_NONE});
     Input in = run_input(s, s->x, &w->attn_norm, s->normed, n);
     if (w->n_kv) {
         if (latent) run_latent(s, w, in, n);
