@@ -2814,11 +2814,12 @@ kernel void flash_attention(device const float *q, device const half *k, device 
 //
 // A router chooses n_used of n_expert FFNs for each token. Only the GPU knows which: kernels read
 // their numbers from `chosen`, and the host encodes the same dispatches for any choice. For one
-// token they are
+// token, or a few, they are
 //   gemv (norm, router) | choose_experts | gemv (norm, gate, up, activation) |
 //   experts_down (the weighted sum, added to x)
-// and read the weights of the chosen experts only. A chunk's choices are sorted by expert, so that
-// gemm decodes an expert's weights once for all its tokens; then each token adds up its results.
+// and read the weights of the chosen experts only; gemv_ring reads once what several have chosen.
+// A chunk's choices are sorted by expert, so that gemm decodes an expert's weights once for all its
+// tokens; then each token adds up its results.
 
 // chosen[n][n_used] = the experts with the highest scores for each token, best first, and
 // weight[n][n_used]. A score is a probability, by softmax or sigmoid, plus a bias; a weight is the
@@ -3234,7 +3235,8 @@ QUANT_INLINE void delta_update(thread const struct delta_shared *from, thread fl
 //   w[t] = b[t] * (v[t] - G(-1, t) S k[t] - sum over j < t of w[j] G(j, t) k[j]' k[t])
 //   out[t] = G(-1, t) S q[t] + sum over j <= t of w[j] G(j, t) k[j]' q[t]
 //   S = G(-1, last) S + sum over all j of w[j] G(j, last) k[j]'
-// So a token waits for the one before it only in numbers, not in products with S. With CHANNELS
+// So a token waits for the one before it only in numbers, not in products with S. A few tokens have
+// a BLOCK of 1: each is computed as it is alone. With CHANNELS
 // G(j, t) is a vector, a factor of S's and k's columns.
 // Grid: threadgroups of a head's rows, with a SIMD-group for DELTA_UNIT of them. The k and q of a
 // block are staged, and all k[j]' k[t] and k[j]' q[t], by the SIMD-group that has staged token t.
