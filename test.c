@@ -706,6 +706,52 @@ static void run_scenario(char **arg) {
     printf("%.0f\n", usage.ru_maxrss / (double)RSS_PER_MB);
 }
 
+// KIND FILE PROMPT ANSWER THREADS (0: on the GPU): what guesses are worth where an answer is known,
+// as the best logits are given to its ids. KIND: edit, the prompt again but for every 25th id;
+// quote, 16 ids of the prompt after 16 new ones; chat, only new ones.
+typedef struct { Session *s; const int32_t *answer; int before, made, passes; } Dictation;
+static bool dictate(void *ctx, int reused, int done, int n) {
+    Dictation *d = ctx;
+    int rows = n - d->before - d->made + 1;   // n counts guesses
+    if (done < n) return ++d->passes;
+    for (int k = 0; k < rows; k++)
+        d->s->logits[(size_t)k * d->s->m->config.n_vocab + d->answer[d->made + k]] = 1e9f;
+    return true;
+}
+static bool count_id(void *ctx, int32_t id) { return ++((Dictation *)ctx)->made; }
+
+static void run_answer(char **arg) {
+    const Model *m = open_model(arg[1]), *story = open_model("golden/story.gguf");
+    int n = atoi(arg[2]), answer = atoi(arg[3]), threads = atoi(arg[4]);
+    Map text;
+    Tokens t = {0};
+    Error e = {""};
+    REQUIRE(map_file(&text, "golden/story.txt", &e) &&
+            tokenize(story->tokenizer, (char *)text.base, text.size, NULL, 0, &t, &e), "%s", e.text);
+    REQUIRE((int)t.n >= n + answer + FEW && n >= answer, "the text has %zu ids", t.n);
+    for (int i = 0; i < answer; i++) {
+        bool again = (*arg[0] == 'e' && i % 25) || (*arg[0] == 'q' && i / 16 % 2);
+        if (again) t.id[n + i] = t.id[i];
+    }
+    for (int draft = 0; draft < FEW; draft += FEW - 1) {
+        Options o = {.threads = threads, .cpu = threads > 0, .draft = draft};
+        Session s;
+        o.window = n + answer + FEW;
+        REQUIRE(session_open(&s, m, o, &e), "%s", e.text);
+        REQUIRE(session_eval(&s, t.id, n - 1, &e), "%s", e.text);
+        Dictation d = {&s, t.id + n, n, 0, 0};
+        s.on_chunk = dictate;
+        s.ctx = &d;
+        double start = now();
+        REQUIRE(session_generate(&s, t.id, n, answer, (OnToken){count_id, &d}, &e), "%s", e.text);
+        printf("%s, --draft %d: %d tokens in %d passes, %.1f tok/s\n", arg[0], draft, d.made,
+               d.passes, d.made / (now() - start));
+        session_close(&s);
+    }
+    free(t.id);
+    munmap(text.base, text.size);
+}
+
 typedef struct { const Session *s; float *to; size_t n; } Rows;   // s: the rows are its logits
 
 static bool keep_row(void *ctx, int i, const float *row) {
@@ -5769,6 +5815,7 @@ int main(int argc, char **argv) {
     if (!strcmp(mode, "llm")) return llm_main(argc - 1, argv + 1);
     if (!strcmp(mode, "model") && argc > 3) return run_alone(write_bench_model, argv + 2);
     if (!strcmp(mode, "scenario") && argc == 9) return run_alone(run_scenario, argv + 2);
+    if (!strcmp(mode, "answer") && argc == 7) return run_alone(run_answer, argv + 2);
 #ifdef LLM_CUDA
     Gpu gpu = {0};
     bool found = device_open(&gpu);
