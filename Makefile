@@ -62,7 +62,7 @@ MEMORY = $(filter-out metal_shapes tokenizer_linear unicode_tables, $(ALL))
 CHECKER = valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-kinds=definite,indirect
 test_native.log: llm
 test_native.log: RUN = env LLM="./llm --cpu" ./test_native
-test_plain.log: RUN = ./test_plain --quick
+test_plain.log: RUN = ./test_plain --quick $(filter-out metal_m% metal_s%, $(ALL))
 test_words.log: RUN = ./test_words --quick formats formats_grids $(filter metal_k% metal_m% metal_s%, $(ALL))
 test_book.log: RUN = ./test_book --quick $(filter-out metal_% cli_output cli_numbers, $(ALL))
 test_asan.log: RUN = ./test_asan --quick $(filter-out metal_models, $(MEMORY))

@@ -16,7 +16,7 @@
 //       gate_inputs       layer_input_row
 //       gate_heads        gate_row; the gate in delta_out_row, for KDA
 //       halve             (makes the activations of gemm halves)
-//    4. gemv              matmul for one token; epilogues: add_row, activate; head_products
+//    4. gemv              matmul for few tokens; epilogues: add_row, activate; head_products
 //       gemv_ring         the same, for GPUs that copy in the background
 //       ring_inputs       (stages the inputs of a few tokens for it)
 //       qk_norm           norm, of whole projections in qkv_share
@@ -29,7 +29,7 @@
 //       flash_attention   attention
 //    7. choose_experts    choose_experts
 //       weigh_inputs      gather_row, where inputs are weighed
-//       experts_down      experts, for one token, after gemv
+//       experts_down      experts, for few tokens, after gemv
 //       sort_choices      sort_choices; also lists the tiles that gemm computes
 //       weigh_experts     the sum at the end of run_experts, and add_shared_row
 //    8. delta_conv        delta_conv
@@ -258,7 +258,7 @@ enum { FORMAT_F32 = 0, FORMAT_F16 = 1, FORMAT_Q8_0 = 8, FORMAT_BF16 = 30 };   //
 // the result for a product v: v, other + v, activation(other) * v, activation(v)
 enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
 enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: a norm, its weights, its bias
-enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see gemm; gemv: heads
+enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see gemm
 #ifndef METAL_HOST   // as in llm.c. RoPE's pairs are (i, i + n_rot / 2) or (2i, 2i + 1)
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI, ACT_RELU, ACT_XIELU };
 enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
@@ -375,7 +375,8 @@ struct product_args {
     int32_t each;                          // choices, or heads, of a token
     int32_t units;                         // of all matrices; in gemm: the most tiles of tokens
     int32_t piece, pieces, stride, slots;  // of gemv_ring, whose units are its threadgroups; its
-    int32_t few, inputs;                   // tokens, at most FEW; chunks of input in memory
+    int32_t inputs;                        // chunks of input in memory
+    int32_t few;                           // tokens that meet the weights at once, at most FEW
     float eps, factor;                     // factor: of W x + bias
     struct finish_args end;
 };
@@ -809,7 +810,7 @@ static inline float norm_scale(device const float *x, int step, float limit, int
 
 // A lane's share of the products of R rows of W with the x of each of a few tokens:
 //   sum[t][r] += sum of w[r][i] * normed(x[t][i]),   square[t] += sum of x[t][i] * x[t][i]
-// Rows past `last` repeat it, as do tokens; the caller ignores them.
+// Rows past `last` repeat it, tokens past `few` the last of these; the caller ignores them.
 //
 // In a float format neighbouring lanes take neighbouring weights, four each, so that together they
 // load whole cache lines. The loads of DOT_STEPS steps overlap.
@@ -1310,9 +1311,7 @@ QUANT_INLINE void few_dot(int fa, int fb, thread const uint *a, thread const flo
 // with `first`; the tile ends before `end`, and where sums meet at a barrier.
 struct ring_tile { int which, t, row, n; };
 static inline int tile_rows(void) { return IS_GLU ? RING_TILE / 2 : RING_TILE; }
-static inline int sums_met(void) {                        // of a token
-    return ring_sums(SETS) / tokens_met();
-}
+static inline int sums_met(void) { return ring_sums(SETS) / tokens_met(); }   // of a token
 static inline int rows_met(void) { return IS_GLU ? sums_met() / 2 : sums_met(); }
 static inline struct ring_tile tile_at(int r, int first, int end, constant struct product_args *a) {
     int n0 = a->w[0].rows, n1 = n0 + a->w[1].rows;
@@ -1329,7 +1328,7 @@ static inline bool has_second(int r, int n, int first, int end) {
     return TEAMS > 1 && r + n < end && (r + n - first) % rows_met() != 0;
 }
 
-// The expert whose rows these are: entry t of one token's choices, or of several's list
+// the expert of entry t: of one token's choices, or of the list of several
 static inline int tile_expert(device const int *chosen, threadgroup const int *list, int t) {
     if (!EXPERTS) return 0;
     return SETS ? list[t] : chosen[t];
@@ -1701,7 +1700,7 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
     }
     if (tid < SIMD_LANES) zeros[tid] = 0.0f;
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the mbarriers are there
-    int matrices = a->tokens;                             // of experts
+    int matrices = a->each;                               // of experts
     if (EXPERTS && (SETS || (int)sg >= workers)) { input_wait(); }        // for the choice
     if (EXPERTS && SETS) matrices = list_experts(chosen, n_choices, choices, tid, nsg * SIMD_LANES);
     uint all = a->w[0].rows * matrices + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
@@ -2900,13 +2899,13 @@ kernel void weigh_inputs(device const float *x, device const int *order, device 
     if (tid == 0) weight[choice] = 1.0f;
 }
 
-// y[dim] = sum over k of weight[k] * (down of expert chosen[k] times up[k]), with the epilogue. A
-// shared expert's product is added, multiplied by the sigmoid of its router's product if `weighed`.
+// y[n][dim] = sum over k of weight[k] * (down of expert chosen[k] times up[k]), with the epilogue.
+// A shared expert's product is added, multiplied by the sigmoid of its router's if `weighed`.
 // Grid: a SIMD-group for each unit of rows of each of a few tokens, which only it adds to; those of
 // tokens stand side by side, so that the cache has what several have chosen.
 kernel void experts_down(device const uchar *down, device const uchar *shared_down,
         device const float *bias0, device const float *bias1, device const float *scale0,
-        device const float *up, device const float *shared_up,                    // up[n_used][ff]
+        device const float *up, device const float *shared_up,                 // up[n][n_used][ff]
         device const int *chosen, device const float *weight, device const float *route,
         device const float *other, device float *y, constant struct experts_args *a, PLACE) {
     int t = tg % a->down.tokens, unit = tg / a->down.tokens * nsg + sg, R = unit_rows(FORMAT_0);
@@ -2939,12 +2938,13 @@ kernel void experts_down(device const uchar *down, device const uchar *shared_do
 // Sorts a chunk's choices by expert: order[i] = token * n_used + k is choice k of a token, and
 // place[order[i]] = i. tile[tiles][3] has an expert (-1: none), and the first and the end of up to
 // a->tile of its choices. One threadgroup: choices are cut into as many pieces as leave a thread
-// for each expert and piece. It counts those; when all threads have, it knows where its own begin.
+// for each expert and piece, but have 32 choices each. It counts those; when all threads have, it
+// knows where its own begin.
 kernel void sort_choices(device const int *chosen, device int *order, device int *place,
         device int *tile, constant struct sort_args *a, PLACE) {
     threadgroup int *count = (threadgroup int *)shared;       // [n_expert][pieces]
-    int threads = nsg * SIMD_LANES, most = div_up(a->choices, 32);
-    int pieces = max(min(threads / a->n_expert, most), 1);
+    int threads = nsg * SIMD_LANES, worth = div_up(a->choices, 32);
+    int pieces = max(min(threads / a->n_expert, worth), 1);
     int all = a->n_expert * pieces, size = div_up(a->choices, pieces);
     for (int u = tid; u < all; u += threads) {
         int e = u % a->n_expert, piece = u / a->n_expert, n = 0;
@@ -3235,9 +3235,9 @@ QUANT_INLINE void delta_update(thread const struct delta_shared *from, thread fl
 //   w[t] = b[t] * (v[t] - G(-1, t) S k[t] - sum over j < t of w[j] G(j, t) k[j]' k[t])
 //   out[t] = G(-1, t) S q[t] + sum over j <= t of w[j] G(j, t) k[j]' q[t]
 //   S = G(-1, last) S + sum over all j of w[j] G(j, last) k[j]'
-// So a token waits for the one before it only in numbers, not in products with S. A few tokens have
-// a BLOCK of 1: each is computed as it is alone. With CHANNELS
-// G(j, t) is a vector, a factor of S's and k's columns.
+// So a token waits for the one before it only in numbers, not in products with S. With CHANNELS
+// G(j, t) is a vector, a factor of S's and k's columns. A few tokens have a BLOCK of 1: each is
+// computed as it is alone.
 // Grid: threadgroups of a head's rows, with a SIMD-group for DELTA_UNIT of them. The k and q of a
 // block are staged, and all k[j]' k[t] and k[j]' q[t], by the SIMD-group that has staged token t.
 // Eight lanes share a row: lane l has row l / 8, and of it every eighth quad from l % 8 on. In

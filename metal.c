@@ -932,6 +932,8 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
     }
 }
 
+static bool is_float(const Matrix *w) { return quant_row_bytes(w->type, 1); }   // of any length
+
 // bytes before the slots of gemv_ring
 static int ring_bytes(const struct product_args *a, int ring, int sets, int teams) {
     int choices = sets ? a->few * a->each : 0;
@@ -979,9 +981,9 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
     if (!g->room || few > FEW || p->experts == EXPERTS_HEADS) return 0;
     if (sorted && a->each > 1) return 0;
     for (int i = 0; i < p->k; i++) {
-        if (quant_row_bytes(p->w[i]->type, 1)) return 0;   // floats have rows of one weight
-        bytes += (uint64_t)a->w[i].row_bytes * p->w[i]->rows * a->tokens;
-        rows += (uint64_t)p->w[i]->rows * a->tokens;
+        if (is_float(p->w[i])) return 0;
+        bytes += (uint64_t)a->w[i].row_bytes * p->w[i]->rows * a->each;
+        if (i == 0 || p->e.kind != EPILOGUE_GLU) rows += (uint64_t)p->w[i]->rows * a->each;
     }
     if (rows * FEW * 2 * g->cores >> 32) return 0;   // they are multiplied by threadgroups
     bool longer = bytes / g->cores > g->many;
@@ -1001,6 +1003,7 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
     RingPlan plan = plan_ring(g, a, few, ring, room);
     a->few = few = plan.few;
     a->units = longer && plan.room <= g->room / ring ? ring * g->cores : g->cores;
+    if (a->units > (int)rows) a->units = rows;   // one without rows would leave copies behind
     d->kernel = "gemv_ring";
     d->groups = a->units;
     d->threads = ring_threads(plan.teams);
@@ -1027,22 +1030,19 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
 }
 
 // gemv for some of the first of p.n tokens, whose number it returns: for all of a chunk that meet a
-// router, for all heads; for a few if the matrices are floats, but a norm's mean is one token's.
-// Units of a few tokens have as many rows as one's.
+// router, for all heads; for a few if all matrices are floats, unless a norm needs a mean or a bias
 static int run_plain(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
     bool heads = p->experts == EXPERTS_HEADS, gather = p->experts == EXPERTS_GATHER;
-    bool floats = true, block = !quant_row_bytes(p->w[0]->type, 1);   // floats: rows of one weight
-    for (int i = 0; i < p->k; i++) floats &= quant_row_bytes(p->w[i]->type, 1) > 0;
-    bool meet = floats && !p->experts && !d->constant[C_CENTRED] &&
-                !(d->constant[C_NORMED] & NORM_BIAS);
-    int n = heads || p->n > FEW ? p->n : 1, sets = 0, all = 0;
-    int inputs = n * (gather ? 1 : a->each);
-    bool staged = block && inputs == 1 && p->w[0]->cols <= STAGED_COLS;
+    bool mean = d->constant[C_CENTRED] || d->constant[C_NORMED] & NORM_BIAS;
+    bool meet = !p->experts && p->n <= FEW && !mean;
+    for (int i = 0; i < p->k; i++) meet &= is_float(p->w[i]);
+    int n = heads || p->n > FEW ? p->n : 1, few = meet ? p->n : 1, all = 0;
+    int inputs = n * (gather ? 1 : a->each), sets = few > 1 ? div_up(few, SET_TOKENS) : 0;
+    bool staged = inputs == 1 && !is_float(p->w[0]) && p->w[0]->cols <= STAGED_COLS;
     int nsg = staged ? STAGED_SIMDGROUPS : GEMV_SIMDGROUPS;
     int counted = p->e.kind == EPILOGUE_GLU ? 1 : p->k;   // matrices with units of their own
     if (gather) a->x_step = 0;   // all choices of a token have the same input
-    if (meet && p->n > 1 && p->n <= FEW) sets = div_up(p->n, SET_TOKENS);
-    a->few = sets ? p->n : 1;
+    a->few = few;
     a->tokens = n * a->each;
     for (int i = 0; i < p->k; i++) all += p->w[i]->rows * (heads ? a->each : a->tokens);
     for (int i = 0; i < counted; i++)
@@ -1054,14 +1054,13 @@ static int run_plain(Session *s, const Products *p, Dispatch *d, struct product_
     d->constant[C_SETS] = sets;
     d->constant[C_UNIT_ROWS] = gemv_most(all);
     gpu_dispatch(s->gpu, d, a, sizeof *a);
-    return sets ? a->few : n;
+    return n * few;   // one of them is 1
 }
 
 static void run_gemv(Session *s, Products p) {   // for up to FEW tokens, or n of a router
     const Norm *norm = p.in.norm;
     const int32_t *chosen = s->chosen;
-    bool sorted = p.experts == EXPERTS_SORTED, choices = sorted || p.experts == EXPERTS_GATHER;
-    int each = choices ? s->m->layers[s->l].n_used : 1;   // results of a token
+    bool sorted = p.experts == EXPERTS_SORTED;
     float *y[3];
     for (int i = 0; i < p.k; i++) y[i] = p.y[i > 0 && p.e.kind == EPILOGUE_GLU ? 0 : i];
     for (int done; p.n > 0; p.n -= done) {
@@ -1072,14 +1071,13 @@ static void run_gemv(Session *s, Products p) {   // for up to FEW tokens, or n o
         p.y = y;
         bind_products(s, &d, &a, &p);
         if (norm) d.bound[GEMV_NORM] = norm->w, d.bound[GEMV_NORM_BIAS] = norm->b;
-        if (choices) d.bound[GEMV_CHOSEN] = chosen;
-        a.tokens = a.each;   // of the first token
+        if (p.experts) d.bound[GEMV_CHOSEN] = chosen;
         done = run_ring(s, &p, &d, &a);
         if (!done) done = run_plain(s, &p, &d, &a);
-        p.in.x += done * (sorted ? each : 1) * input_step(p.w[0]);
+        p.in.x += done * (sorted ? a.each : 1) * input_step(p.w[0]);
         if (p.e.other) p.e.other += done * output_step(p.w[0]);
-        for (int i = 0; i < p.k; i++) y[i] += done * each * output_step(p.w[i]);
-        chosen += done * each;
+        for (int i = 0; i < p.k; i++) y[i] += done * a.each * output_step(p.w[i]);
+        if (p.experts) chosen += done * a.each;
     }
 }
 
@@ -1121,8 +1119,8 @@ static void run_gemm(Session *s, Products p) {
     gpu_dispatch(g, &d, &a, sizeof a);
 }
 
-// Up to FEW tokens run as in decode, so that each has the bits that it has alone, and they read the
-// weights once where there is a ring. In an encoder a token sees later ones.
+// Up to FEW tokens run as in decode, so that each has the bits that it has alone; run_ring and
+// run_plain say which weights they read once. In an encoder a token sees later ones.
 static bool is_few(const Session *s, int n) { return n == 1 || (n <= FEW && s->m->config.causal); }
 
 // one dispatch, or for a chunk two; for a few tokens as many as run_ring needs
@@ -1842,10 +1840,11 @@ static bool share_all(Session *s) {
 // Finds the variants that passes of these lengths need, by encoding them dry: nothing runs; all are
 // compiled together at the first dispatch that does. Then it runs one token, whose row no query
 // ever sees; this brings the weights into memory. The lengths: a whole chunk; 512, where gemm may
-// take smaller tiles; those with tiles of 128 (NVIDIA), 64, 32 and 16 tokens; a few; a token with a
-// full ring behind it, which is taken in slices.
+// take smaller tiles; those with tiles of 128 (NVIDIA), 64, 32 and 16 tokens; a few: the most and
+// the fewest of each number of sets; a token with a full ring behind it, which is taken in slices.
 static void warm_up(Session *s) {
-    int n[] = {s->o.chunk, 512, 65, 64, 32, FEW + 1, FEW, SET_TOKENS, 2, 1, 1};
+    enum { SET = SET_TOKENS };
+    int n[] = {s->o.chunk, 512, 65, 64, 32, FEW + 1, FEW, SET + 1, SET, 2, 1, 1};
     int last = COUNT(n) - 1;
     for (int i = 0; s->gpu && i <= last; i++) {
         int rows = n[i] < s->o.chunk ? n[i] : s->o.chunk;
