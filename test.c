@@ -4337,13 +4337,16 @@ static const char *unmute(int stream, int old) {
     return read_all(scratch("said"), NULL);
 }
 
-// w x for n tokens, by the plain engine, of the weights as floats
+// w x for n tokens, of the weights as floats, summed as doubles
 static float *product_of(const RandomMatrix *w, const float *x, int n) {
-    float *out = need(n * w->m.rows * sizeof *out);
-    Matrix m = w->m;
-    m.type = QUANT_F32;
-    m.data = (const uint8_t *)w->f;
-    plain_matmul(&(Matmul){&m, x, out, n}, need(m.cols * sizeof(float)));
+    const Matrix *m = &w->m;
+    float *out = need(n * m->rows * sizeof *out);
+    for (int i = 0; i < n * m->rows; i++) {
+        const float *row = w->f + i % m->rows * m->cols, *in = x + i / m->rows * m->cols;
+        double sum = 0;
+        for (int j = 0; j < m->cols; j++) sum += (double)row[j] * in[j];
+        out[i] = sum * (m->scale ? *m->scale : 1) + (m->bias ? m->bias[i % m->rows] : 0);
+    }
     return out;
 }
 
