@@ -377,6 +377,7 @@ struct product_args {
     int32_t piece, pieces, stride, slots;  // of gemv_ring, whose units are its threadgroups; its
     int32_t inputs;                        // chunks of input in memory
     int32_t few;                           // tokens that meet the weights at once, at most FEW
+    int32_t listed;                        // choices that gemv_ring lists: of a few tokens, or 0
     float eps, factor;                     // factor: of W x + bias
     struct finish_args end;
 };
@@ -461,7 +462,7 @@ static inline int ring_threads(int teams) {
     return (teams * RING_WORKERS + RING_COPIERS) * SIMD_LANES;
 }
 static inline int ring_sums(int sets) { return sets ? FEW_SUMS : RING_SUMS; }
-static inline int ring_list(int choices) { return div_up(3 * choices + 1, 4) * 4; }
+static inline int ring_list(int choices) { return choices ? div_up(3 * choices + 1, 32) * 32 : 0; }
 static inline int ring_floats(int cols, int piece, int ring, int sets, int teams, int inputs,
         int choices) {
     int floats = 4 * RING_SLOTS + SIMD_LANES + RING_WORKERS * (FEW + 2 * ring_sums(sets));
@@ -1678,11 +1679,11 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
     threadgroup float *zeros = shared + 4 * RING_SLOTS, *squares = zeros + SIMD_LANES;
     threadgroup float *sums = squares + FEW * RING_WORKERS;
     threadgroup int *choices = (threadgroup int *)(sums + 2 * RING_WORKERS * ring_sums(SETS));
-    int n_choices = SETS ? a->few * a->each : 0;
-    threadgroup float *xs = (threadgroup float *)(choices + ring_list(n_choices));
-    threadgroup const int *list = choices + 2 * n_choices;
+    int listed = EXPERTS && SETS ? a->listed : 0;
+    threadgroup float *xs = (threadgroup float *)(choices + ring_list(listed));
+    threadgroup const int *list = choices + 2 * listed;
     threadgroup uchar *slots = (threadgroup uchar *)(shared +
-        ring_floats(a->cols, a->piece, RING, SETS, TEAMS, a->inputs, n_choices));
+        ring_floats(a->cols, a->piece, RING, SETS, TEAMS, a->inputs, listed));
     // if there are SETS, xs is: mbarriers for a worker's chunks, what all workers hand out, chunks;
     // the teams have chunks in common
     int chunk = ring_chunk(a->piece, RING) * ring_group(SETS), tokens = SETS ? a->few : 1;
@@ -1702,7 +1703,7 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the mbarriers are there
     int matrices = a->each;                               // of experts
     if (EXPERTS && (SETS || (int)sg >= workers)) { input_wait(); }        // for the choice
-    if (EXPERTS && SETS) matrices = list_experts(chosen, n_choices, choices, tid, nsg * SIMD_LANES);
+    if (EXPERTS && SETS) matrices = list_experts(chosen, listed, choices, tid, nsg * SIMD_LANES);
     uint all = a->w[0].rows * matrices + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
     int first = all * tg / a->units, end = all * (tg + 1) / a->units;   // below 2^32, see run_ring
     if ((int)sg >= workers) {

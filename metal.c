@@ -156,7 +156,8 @@ struct Device {
 #undef X
     void *context, *stream;
     void *graph[FEW + 1];       // [n] the launches of n tokens whose tokens_key is `key`, or NULL
-    uint64_t key[FEW + 1];
+    uint64_t key[FEW + 1], last[FEW + 1];
+    int times[FEW + 1];         // [n] that the key `last` has come for n tokens, one after another
     int n;                      // the launches of n tokens are captured
     bool records;               // launches are captured for the graph
     bool early, first;          // launches may start early; but the next one follows a copy
@@ -419,12 +420,17 @@ static size_t device_threads(const Dispatch *d) {   // what a variant is compile
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
 
 // Launches the graph of an earlier pass of n tokens with the same key, which begins each dispatch
-// sooner than a call could. Otherwise returns false; if n > 0, this pass's launches are captured as
-// a graph.
+// sooner than a call could. Otherwise returns false; and the pass's launches are captured as a
+// graph if n is 1, or if a few tokens have had the key before: guesses have many lengths, and it
+// takes time to make a graph.
 static bool device_again(Gpu *g, int n, uint64_t key) {
+    enum { OFTEN = 4 };
     Device *d = g->device;
     if (!n || g->why[0]) return false;
     if (d->graph[n] && d->key[n] == key) return cuda(g, cuGraphLaunch, d->graph[n], d->stream);
+    d->times[n] = d->last[n] == key ? d->times[n] + 1 : 1;
+    d->last[n] = key;
+    if (n > 1 && d->times[n] < OFTEN) return false;
     d->records = cuda(g, cuStreamBeginCapture_v2, d->stream, CAPTURE_RELAXED);
     d->n = n;
     d->key[n] = key;
@@ -936,8 +942,7 @@ static bool is_float(const Matrix *w) { return quant_row_bytes(w->type, 1); }   
 
 // bytes before the slots of gemv_ring
 static int ring_bytes(const struct product_args *a, int ring, int sets, int teams) {
-    int choices = sets ? a->few * a->each : 0;
-    return 4 * ring_floats(a->cols, a->piece, ring, sets, teams, a->inputs, choices);
+    return 4 * ring_floats(a->cols, a->piece, ring, sets, teams, a->inputs, a->listed);
 }
 
 // What gemv_ring runs for up to `few` tokens: for how many it has room (0: for none), sets, teams,
@@ -945,7 +950,8 @@ static int ring_bytes(const struct product_args *a, int ring, int sets, int team
 // can begin beside them; else all that a threadgroup can have: best with two teams, and with all
 // chunks of their inputs.
 typedef struct { int few, sets, teams, room; } RingPlan;
-static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int ring, int room) {
+static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, bool experts, int ring,
+                          int room) {
     enum { MANY = 4, LEAST = 2 };   // slots; slots, or chunks
     int slot = RING_TILE * a->stride, all = smaller(a->pieces, RING_INPUTS);
     int sets = few > 1 ? div_up(few, SET_TOKENS) : 0;
@@ -958,10 +964,12 @@ static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int rin
             int teams = ways[i].teams, most = ways[i].room;
             a->inputs = smaller(ways[i].inputs, all);
             a->few = smaller(few, SET_TOKENS * sets);
+            a->listed = experts ? a->few * a->each : 0;
             a->slots = smaller((most - ring_bytes(a, ring, sets, teams)) / slot, RING_SLOTS);
             if (a->slots < ways[i].slots) continue;
             return (RingPlan){a->few, sets, teams, most};
         }
+    a->listed = 0;
     a->slots = smaller((room - ring_bytes(a, ring, 0, 1)) / slot, RING_SLOTS);
     return (RingPlan){a->slots >= LEAST, 0, 1, room};
 }
@@ -999,8 +1007,8 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
         a->stride = larger(a->stride, ring_stride(a->w[i].piece));
     }
     a->pieces = div_up(a->cols, a->piece);
-    if (!plan_ring(g, a, 1, ring, room).few) return 0;   // nor do several take it then
-    RingPlan plan = plan_ring(g, a, few, ring, room);
+    if (!plan_ring(g, a, 1, p->experts, ring, room).few) return 0;   // nor do several take it then
+    RingPlan plan = plan_ring(g, a, few, p->experts, ring, room);
     a->few = few = plan.few;
     a->units = longer && plan.room <= g->room / ring ? ring * g->cores : g->cores;
     if (a->units > (int)rows) a->units = rows;   // one without rows would leave copies behind
