@@ -1044,8 +1044,10 @@ static int run_plain(Session *s, const Products *p, Dispatch *d, struct product_
     bool mean = d->constant[C_CENTRED] || d->constant[C_NORMED] & NORM_BIAS;
     bool meet = !p->experts && p->n <= FEW && !mean;
     for (int i = 0; i < p->k; i++) meet &= is_float(p->w[i]);
-    int n = heads || p->n > FEW ? p->n : 1, few = meet ? p->n : 1, all = 0;
-    int inputs = n * (gather ? 1 : a->each), sets = few > 1 ? div_up(few, SET_TOKENS) : 0;
+    int n = heads || p->n > FEW ? p->n : 1;
+    int few = meet ? p->n : 1;
+    int sets = few > 1 ? div_up(few, SET_TOKENS) : 0, all = 0;
+    int inputs = gather ? n : n * a->each;
     bool staged = inputs == 1 && !is_float(p->w[0]) && p->w[0]->cols <= STAGED_COLS;
     int nsg = staged ? STAGED_SIMDGROUPS : GEMV_SIMDGROUPS;
     int counted = p->e.kind == EPILOGUE_GLU ? 1 : p->k;   // matrices with units of their own
