@@ -384,8 +384,8 @@ struct product_args {
 struct attention_args {
     int32_t n, n_head, n_kv, n_rot, sinks; // n: queries; sinks: 1 if heads have attention sinks
     int32_t rows, window, keep, span;      // of the ring; see visible
-    int32_t at;                            // number of the first query's token in its pass
-    int32_t slices, q_step, k_step;        // steps: from a head's QK norm to the next one's, or 0
+    int32_t slices;                        // at most: see query_slices
+    int32_t q_step, k_step;                // from a head's QK norm to the next one's, or 0
     float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
     float temp, n_ctx, first;              // see temperature; temp 0: none
 };
@@ -511,6 +511,12 @@ static inline int attention_most(int head, int value) {
 
 // rows that a SIMD-group takes in one step
 static inline int attention_step(int lanes) { return ATTENTION_ROWS * (SIMD_LANES / lanes); }
+
+// fewest rows of a slice: those that all SIMD-groups take in one step
+static inline int attention_slice(int head, int value) {
+    int rows = attention_most(head, value) * attention_step(attention_lanes(head, value));
+    return rows > ATTENTION_SLICE ? rows : ATTENTION_SLICE;
+}
 
 // floats of threadgroup memory: queries, a key; output, maximum and sum of each set of lanes
 static inline int attention_floats(int heads, int head, int value, int nsg, int lanes) {
@@ -2062,15 +2068,21 @@ QUANT_INLINE void parts_add(thread const struct softmax_part *x, thread struct s
     }
 }
 
+// How many slices of the ring a query at pos has: so many as when it is the last token.
+static inline int query_slices(int pos, constant struct attention_args *a) {
+    int used = min(pos + 1, a->rows);
+    return min(div_up(used, attention_slice(HEAD_DIM, VALUE_DIM)), a->slices);
+}
+
 // Merges, through threadgroup memory, the parts of lanes and SIMD-groups that had different rows.
-// The results go to out[n][n_head][VALUE_DIM]; or, where the ring has slices, o, m and sum of each
-// head and slice go to out[n_head][slices][VALUE_DIM + 2].
+// The results of heads from `head` on go to out[n][n_head][VALUE_DIM]; or, where a query has
+// slices, o, m and sum of each head and slice go to out[n][n_head][a->slices][VALUE_DIM + 2].
 QUANT_INLINE void attention_output(thread struct softmax_state *state, threadgroup float *shared,
         device const float *q, device const float *sinks, device float *out, int head, int heads,
-        int slice, uint nsg, uint sg, uint lane, constant struct attention_args *a) {
+        int slice, int slices, uint nsg, uint sg, uint lane, constant struct attention_args *a) {
     int all = nsg * (SIMD_LANES / ROW_LANES) * QUERY_HEADS;
     int part = (sg * SIMD_LANES + lane) / ROW_LANES * QUERY_HEADS;
-    int size = a->slices > 1 ? VALUE_DIM + 2 : VALUE_DIM;
+    int size = slices > 1 ? a->slices * (VALUE_DIM + 2) : VALUE_DIM;
     threadgroup float *os = shared, *ms = os + all * VALUE_DIM, *sums = ms + all;
     QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++) {
         threadgroup float *to = os + (part + h) * VALUE_DIM;
@@ -2093,11 +2105,11 @@ QUANT_INLINE void attention_output(thread struct softmax_state *state, threadgro
             }
             parts_add(x, &whole);
         }
-        device float *to = out + ((ulong)(head + h) * a->slices + slice) * size;
+        device float *to = out + (ulong)(head + h) * size + slice * (VALUE_DIM + 2);
         device const float *gate = q + h * query_step() + HEAD_DIM + e;
         float o = whole.o, m = whole.m, sum = whole.sum;
-        to[e] = a->slices > 1 ? o : attention_value(o, m, sum, sinks + h, gate, a);
-        if (a->slices > 1 && e < 2) to[VALUE_DIM + e] = e == 0 ? m : sum;
+        to[e] = slices > 1 ? o : attention_value(o, m, sum, sinks + h, gate, a);
+        if (slices > 1 && e < 2) to[VALUE_DIM + e] = e == 0 ? m : sum;
     }
 }
 
@@ -2120,17 +2132,17 @@ QUANT_INLINE void attention_begin(device const float *q, threadgroup const float
     }
 }
 
-// Number i of a token's out[n_head][VALUE_DIM], from parts[n_head][slices][VALUE_DIM + 2] of a long
-// ring
-static inline float merged_value(int i, device const float *q, device const float *sinks,
-        device const float *parts, constant struct attention_args *a) {
+// Number i of a token's out[n_head][VALUE_DIM], from parts[n_head][a->slices][VALUE_DIM + 2], of
+// which it has `slices`
+static inline float merged_value(int i, int slices, device const float *q,
+        device const float *sinks, device const float *parts, constant struct attention_args *a) {
     int head = i / VALUE_DIM, e = i % VALUE_DIM;
     struct softmax_part x[PARTS_STEP], whole = {0.0f, UNSEEN, 0.0f};
     parts += (ulong)head * a->slices * (VALUE_DIM + 2);
-    for (int s = 0; s < a->slices; s += PARTS_STEP) {     // a step's loads overlap
+    for (int s = 0; s < slices; s += PARTS_STEP) {        // a step's loads overlap
         QUANT_UNROLL for (int k = 0; k < PARTS_STEP; k++) {
-            bool is = s + k < a->slices;
-            device const float *part = parts + min(s + k, a->slices - 1) * (VALUE_DIM + 2);
+            bool is = s + k < slices;
+            device const float *part = parts + min(s + k, slices - 1) * (VALUE_DIM + 2);
             x[k].o = part[e];
             x[k].m = is ? part[VALUE_DIM] : UNSEEN;
             x[k].sum = is ? part[VALUE_DIM + 1] : 0.0f;
@@ -2146,8 +2158,8 @@ static inline float merged_value(int i, device const float *q, device const floa
 // threadgroup of the last slice computes the newest key itself: another may still be writing it.
 // With 2 each of a few tokens is computed in the order that it has alone.
 // Grid: for each token and KV head, a threadgroup for every QUERY_HEADS of its query heads. A long
-// ring is cut into slices, with a threadgroup for each, whose results go to
-// parts[n][n_head][slices][..]. Where GPUs order memory between threadgroups (MERGES), the last one
+// ring is cut into slices, with a threadgroup for each (those past query_slices are idle), whose
+// results go to parts[n][n_head][a->slices][..]. Where GPUs order memory between threadgroups (MERGES), the last one
 // of these heads merges them. Its SIMD-groups take turns at the rows, and merge at the end. Bound
 // by memory: 4 bytes of K and V serve 4 FLOP of each query head. More than ATTENTION_HEADS of them
 // would take so many registers that too few SIMD-groups could run at once to hide how long a load
@@ -2162,7 +2174,9 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int slice = tg % a->slices, unit = tg / a->slices;
     int t = unit / (per_kv * a->n_kv), kv = unit / per_kv % a->n_kv;
     int head = kv * group + unit % per_kv * QUERY_HEADS, last = (kv + 1) * group - 1;
-    int start = now[NOW_POS] + a->at, pos = start + t, used = min(start + a->n, a->rows);
+    int start = now[NOW_POS], pos = start + t, used = min(start + a->n, a->rows);
+    int slices = query_slices(pos, a);
+    if (slice >= slices) return;                          // the whole threadgroup
     int slot = FUSED ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
     threadgroup float *qs = shared, *ks = qs + QUERY_HEADS * HEAD_DIM;
     struct softmax_state state[ATTENTION_HEADS];
@@ -2175,12 +2189,12 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     v += (ulong)kv * a->rows * VALUE_STEP;
     k_new += kv * HEAD_DIM;
     v_new += kv * VALUE_DIM;
-    int r = (slice * nsg + sg) * rows, next = a->slices * nsg * rows;
-    bool newest = FUSED && slice == a->slices - 1;        // has the new key, besides other rows
+    int r = (slice * nsg + sg) * rows, next = slices * nsg * rows;
+    bool newest = FUSED && slice == slices - 1;           // has the new key, besides other rows
     // rows of earlier passes are there; those of this one, but the newest, come with the input
-    int fresh = FUSED == 1 ? a->at : a->at + a->n, since = r + (int)lane % rows;
-    since -= ring_row(now[NOW_POS], a);
-    if (since < 0 && since + ring_row(now[NOW_POS], a) >= a->keep) since += a->rows - a->keep;
+    int fresh = FUSED == 1 ? 0 : a->n, first = ring_row(start, a);
+    int since = r + (int)lane % rows - first;             // rows behind the pass's first
+    if (since < 0 && since + first >= a->keep) since += a->rows - a->keep;
     if (!MERGES || simd_max(since >= 0 && since < fresh ? 1 : 0)) { input_wait(); }
     bool some = MERGES && rows_see(&loaded, pos_k, pos, slot, r, used, a, lane);
     if (some) rows_load(&loaded, k, v, pos, lane);
@@ -2220,29 +2234,31 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     }
     int heads = min(QUERY_HEADS, last + 1 - head);
     attention_output(state, ks + HEAD_DIM, q + head * query_step(), sinks + head,
-                     a->slices > 1 ? parts : out, t * a->n_head + head, heads, slice, nsg, sg, lane,
-                     a);
-    if (!MERGES || a->slices == 1) return;
+                     slices > 1 ? parts : out, t * a->n_head + head, heads, slice, slices, nsg, sg,
+                     lane, a);
+    if (!MERGES || slices == 1) return;
     threadgroup int *before = (threadgroup int *)shared;
     threadgroup_barrier(mem_flags::mem_threadgroup);      // all has been written, `shared` is read
     if (tid == 0) *before = count_up(&now[NOW_SIZE + unit]);
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the count is there
-    if (*before + 1 < a->slices) return;                  // the whole threadgroup
+    if (*before + 1 < slices) return;                     // the whole threadgroup
     if (tid == 0) now[NOW_SIZE + unit] = 0;               // for the next layer
     out += (ulong)t * a->n_head * VALUE_DIM;
     parts += (ulong)t * a->n_head * a->slices * (VALUE_DIM + 2);
     for (int i = head * VALUE_DIM + tid; i < (head + heads) * VALUE_DIM; i += all)
-        out[i] = merged_value(i, q, sinks, parts, a);
+        out[i] = merged_value(i, slices, q, sinks, parts, a);
 }
 
 // out[n][n_head][VALUE_DIM] from the parts of a long ring. Grid: a thread for each number.
-kernel void attention_merge(device const float *q, device const float *sinks,
-        device const float *parts, device float *out, constant struct attention_args *a, PLACE) {
+kernel void attention_merge(device const float *q, device const int *now,
+        device const float *sinks, device const float *parts, device float *out,
+        constant struct attention_args *a, PLACE) {
     int i = tg * MERGE_THREADS + tid, each = a->n_head * VALUE_DIM, t = i / each;
-    if (t >= a->n) return;
+    int slices = query_slices(now[NOW_POS] + t, a);
+    if (t >= a->n || slices == 1) return;                 // of one slice: it is in out
     q += (ulong)t * a->n_head * query_step();
     parts += (ulong)t * a->n_head * a->slices * (VALUE_DIM + 2);
-    out[i] = merged_value(i % each, q, sinks, parts, a);
+    out[i] = merged_value(i % each, slices, q, sinks, parts, a);
 }
 
 // Writes rows[n][HEAD_DIM], a chunk's latent rows, to the cache: the first VALUE_DIM numbers
@@ -2253,7 +2269,7 @@ kernel void latent_row(device float *p, device float *q, device const float *row
         device int *pos_k, device const float *weights, device const float *angles,
         device const int *now, constant struct attention_args *a, PLACE) {
     int unit = tg * nsg + sg, t = unit / (a->n_head + 1), h = unit % (a->n_head + 1);
-    int pos = now[NOW_POS] + a->at + t, first = a->q_step - a->n_rot;
+    int pos = now[NOW_POS] + t, first = a->q_step - a->n_rot;
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
     bool query = h < a->n_head;
     float mean, scale = query ? temperature(pos, a) : 1.0f;
@@ -2546,7 +2562,7 @@ kernel void rope(device const float *v_new, device const float *angles,
         device half *v, device int *pos_k, device const int *now,
         constant struct attention_args *a, PLACE) {
     int heads = a->n_head + 2 * a->n_kv, unit = tg * nsg + sg, t = unit / heads, h = unit % heads;
-    int pos = now[NOW_POS] + a->at + t;
+    int pos = now[NOW_POS] + t;
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
     bool query = h < a->n_head, value = h >= a->n_head + a->n_kv;
     int kv = query ? 0 : (h - a->n_head) % a->n_kv;

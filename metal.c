@@ -156,11 +156,11 @@ struct Device {
 #undef X
     void *context, *stream;
     void *graph[FEW + 1];       // [n] the launches of n tokens whose tokens_key is `key`, or NULL
-    uint64_t key[FEW + 1], last[FEW + 1];
-    int times[FEW + 1];         // [n] that the key `last` has come for n tokens, one after another
+    uint64_t key[FEW + 1], last[FEW + 1];   // last: of the last n tokens that had no graph
     int n;                      // the launches of n tokens are captured
     bool records;               // launches are captured for the graph
-    bool early, first;          // launches may start early; but the next one follows a copy
+    bool few;                   // they are those of a few tokens
+    bool early, first;          // these may start early; but the next one follows a copy
     char arch[32];
     Code code[MAX_PIPELINES];   // compiled, but not loaded yet
 };
@@ -421,16 +421,16 @@ static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context);
 
 // Launches the graph of an earlier pass of n tokens with the same key, which begins each dispatch
 // sooner than a call could. Otherwise returns false; and the pass's launches are captured as a
-// graph if n is 1, or if a few tokens have had the key before: guesses have many lengths, and it
-// takes time to make a graph.
+// graph if n is 1, or if n tokens had the key before: to make a graph takes as long as a pass, and
+// guesses have many lengths. n is 0 for a chunk, whose launches are calls.
 static bool device_again(Gpu *g, int n, uint64_t key) {
-    enum { OFTEN = 4 };
     Device *d = g->device;
+    d->few = n > 0;
     if (!n || g->why[0]) return false;
     if (d->graph[n] && d->key[n] == key) return cuda(g, cuGraphLaunch, d->graph[n], d->stream);
-    d->times[n] = d->last[n] == key ? d->times[n] + 1 : 1;
+    bool captures = n == 1 || d->last[n] == key;
     d->last[n] = key;
-    if (n > 1 && d->times[n] < OFTEN) return false;
+    if (!captures) return false;
     d->records = cuda(g, cuStreamBeginCapture_v2, d->stream, CAPTURE_RELAXED);
     d->n = n;
     d->key[n] = key;
@@ -452,6 +452,7 @@ static void cuda_recorded(Gpu *g) {   // makes a graph of what was captured, and
 
 static bool device_wait(Gpu *g) {
     cuda_recorded(g);
+    g->device->few = false;
     return cuda(g, cuStreamSynchronize, g->device->stream) && !g->why[0];
 }
 
@@ -463,7 +464,7 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
     static const LaunchAttribute early = {LAUNCH_EARLY, 0, {1}};
     Device *device = g->device;
     Launch launch = {{d->groups, 1, 1}, {d->threads, 1, 1}, 16 * div_up(d->shared, 4),
-                     device->stream, &early, device->early && device->records && !device->first};
+                     device->stream, &early, device->early && device->few && !device->first};
     device->first = false;
     cuda(g, cuLaunchKernelEx, &launch, p->state, (void *[]){&x}, NULL);
 }
@@ -1158,39 +1159,22 @@ static bool is_gated(const Layer *w) {   // a gate behind each head's query
     return !w->k_b.data && w->q.rows > (int64_t)w->n_head * w->hd;
 }
 
-// How attention's work is spread, with `used` rows in the ring, for a chunk of n tokens: a
-// threadgroup has some query heads of one KV head; for one token also a slice of the ring, if there
-// would be too few for the GPU. It has a SIMD-group for each step of its rows, up to a limit. Where
-// the last one of a head merges its slices, these are as long as one step of all SIMD-groups, and
-// heads are apart as long as the GPU has room for all.
-typedef struct { int heads, slices, nsg; bool merges; } Spread;
+// How attention's work is spread, with `used` rows in the ring: a threadgroup has some query heads
+// of one KV head; for a few tokens also a slice of the ring, and heads are apart as long as the GPU
+// has room for all. There are threadgroups for up to twice the slices that the kernel takes: so the
+// launches seldom change.
+typedef struct { int heads, slices; } Spread;
 static int spread_groups(const Layer *w, int heads) {   // threadgroups for a slice of a token
     return div_up(w->n_head / w->n_kv, heads) * w->n_kv;
 }
-static Spread attention_spread(const Gpu *g, const Layer *w, int used, bool few) {
-    int most = attention_most(w->hd, w->vd), group = w->n_head / w->n_kv;
-    int step = attention_step(attention_lanes(w->hd, w->vd)), slices = used / ATTENTION_SLICE;
-    Spread x = {group < ATTENTION_HEADS ? group : ATTENTION_HEADS, 1, most,
-                g->room && few && w->k.rows && !w->k_b.data};
-    int each = larger(step * most, ATTENTION_SLICE);
-    if (x.merges) slices = div_up(used, each), used = slices * each;   // so spreads seldom change
-    if (x.merges && w->n_head * slices <= ATTENTION_FILL) x.heads = 1;
+static Spread attention_spread(const Layer *w, int used, bool few) {
+    Spread x = {smaller(w->n_head / w->n_kv, ATTENTION_HEADS), 1};
+    if (!few) return x;
+    while (x.slices * attention_slice(w->hd, w->vd) < used) x.slices *= 2;
+    if (w->n_head * x.slices <= ATTENTION_FILL) x.heads = 1;
     int fill = ATTENTION_FILL / spread_groups(w, x.heads);
-    if (slices > fill) slices = fill;
-    if (few && slices > 1) x.slices = slices;
-    int steps = div_up(div_up(used, x.slices), step);
-    if (steps < most) x.nsg = steps;
+    x.slices = larger(smaller(x.slices, fill), 1);
     return x;
-}
-static int ring_used(const Session *s, int rows, int n) {   // rows of it, after n more tokens
-    return s->pos + n < rows ? s->pos + n : rows;
-}
-// that of the n-th token from here on
-static Spread token_spread(const Session *s, const Layer *w, int rows, int n) {
-    return attention_spread(s->gpu, w, ring_used(s, rows, n), true);
-}
-static bool spread_alike(Spread x, Spread y) {
-    return x.slices == y.slices && x.nsg == y.nsg;
 }
 
 // What attention's kernels bind, in the order of their parameters: each but attention_merge has a
@@ -1230,45 +1214,24 @@ static bool run_flash(Session *s, const Layer *w, Dispatch *d, const struct atte
 
 // QK norm, RoPE, the write to the cache, and s->att[n][n_head][vd]: one dispatch for one token, two
 // for a chunk (but one if latent) or where another layer's keys are read; one more for a norm of a
-// whole projection, one for a norm of values, and one to merge a ring's slices. Each of a few
-// tokens has the spread that it has alone; those that are alike run together. (A spread grows with
-// the rows: if the first and the last are alike, so are those between.)
+// whole projection, one for a norm of values, and one to merge a ring's slices.
 static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     Gpu *g = s->gpu;
     Cache *kv = &s->cache[s->l];
-    bool few = is_few(s, n);
-    Spread spread = few ? token_spread(s, w, kv->rows, n)
-                        : attention_spread(g, w, ring_used(s, kv->rows, n), false);
-    bool apart = few && !spread_alike(spread, token_spread(s, w, kv->rows, 1));
-    for (int t = 0, alike; apart && t < n; t += alike) {
-        Session one = *s;
-        Spread first = token_spread(s, w, kv->rows, t + 1);
-        for (alike = 1; t + alike < n; alike++)
-            if (!spread_alike(first, token_spread(s, w, kv->rows, t + alike + 1))) break;
-        int q_step = w->n_head * w->hd;
-        one.pos += t;
-        one.angles[FULL] += t * c->n_rot;
-        one.angles[WINDOWED] += t * c->n_rot_local;
-        one.q += t * q_step;
-        one.mix += t * 2 * q_step;   // queries and gates
-        one.k += (size_t)t * w->n_kv * w->hd;
-        one.v += (size_t)t * w->n_kv * w->vd;
-        one.att += (size_t)t * w->n_head * w->vd;
-        run_attention(&one, w, alike);
-    }
-    if (apart) return;
     const Norm *qn = &w->q_norm, *kn = &w->k_norm, bare = {0};
-    bool own = w->k.rows, latent = w->k_b.data;
+    bool few = is_few(s, n), own = w->k.rows, latent = w->k_b.data;
+    bool merges = few && g->room && own && !latent;
+    Spread spread = attention_spread(w, smaller(s->pos + n, kv->rows), few);
     int fused = few && own && !latent ? 1 + (n > 1) : 0;   // see FUSED
     int qk_normed = qk_norm_bit(qn) | qk_norm_bit(kn) << 1;
-    int lanes = attention_lanes(w->hd, w->vd);
-    int heads = few && n > 1 ? smaller(w->n_head / w->n_kv, ATTENTION_HEADS) : spread.heads;
-    int slices = spread.slices, nsg = spread.nsg;
+    int lanes = attention_lanes(w->hd, w->vd), nsg = attention_most(w->hd, w->vd);
+    int heads = n > 1 ? smaller(w->n_head / w->n_kv, ATTENTION_HEADS) : spread.heads;
+    int slices = spread.slices;
     bool spans = c->span && w->window;
     struct attention_args a = {
         n, w->n_head, w->n_kv, w->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
-        c->span, s->pos - g->now[NOW_POS], slices,
+        c->span, slices,
         qn->n > w->hd ? w->hd : 0,
         kn->n > w->hd ? w->hd : 0,
         c->eps, c->attn_scale, c->attn_cap, c->clamp_qkv,
@@ -1285,7 +1248,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
                      [C_QK_LATE] = c->qk_norm_late, [C_CENTRED] = c->norm != NORM_RMS,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
-                     [C_MERGES] = spread.merges,
+                     [C_MERGES] = merges,
                      [C_CAUSAL] = c->causal, [C_SPANS] = spans}};
     if (qk_normed & 12)
         run_stretch(g, &d, &a, "qk_norm", AT_Q_NORM, AT_Q, 2 * n, NORM_THREADS, NORM_FLOATS);
@@ -1299,10 +1262,10 @@ static void run_attention(Session *s, const Layer *w, int n) {
         run_stretch(g, &d, &a, "attention", AT_V_NEW, AT_PARTS,
                     (size_t)n * spread_groups(w, heads) * slices, nsg * SIMD_LANES,
                     attention_floats(heads, w->hd, w->vd, nsg, lanes));
-    if (slices == 1 || spread.merges) return;
-    Dispatch merge = {.bound = {q, w->sinks, g->parts, s->att}};
+    if (slices == 1 || merges) return;
+    Dispatch merge = {.bound = {q, g->now, w->sinks, g->parts, s->att}};
     memcpy(merge.constant, d.constant, sizeof d.constant);
-    run_stretch(g, &merge, &a, "attention_merge", 0, 3,
+    run_stretch(g, &merge, &a, "attention_merge", 0, 4,
                 div_up(n * w->n_head * w->vd, MERGE_THREADS), MERGE_THREADS, 0);
 }
 
@@ -1328,7 +1291,7 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
     const Config *c = &s->m->config;
     const Cache *kv = &s->cache[s->l];
     struct attention_args a = {.n = n, .n_head = w->n_head, .n_rot = w->n_rot, .rows = kv->rows,
-                               .at = s->pos - s->gpu->now[NOW_POS], .keep = kv->keep,
+                               .keep = kv->keep,
                                .q_step = w->q.rows / w->n_head, .eps = c->eps,
                                .temp = c->sharpen_scale, .n_ctx = c->sharpen_length};
     run_kernel(s, a, "latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
@@ -1683,12 +1646,11 @@ static void run_layers(Session *s, int n) {
 // equal dispatches
 static uint64_t tokens_key(const Session *s, int n, int rows) {
     uint64_t key = rows * (FEW + 1) + n;
-    for (int i = 0; i < n * s->m->config.n_layer; i++) {
-        int l = i / n, past = i % n + 1;
+    for (int l = 0; l < s->m->config.n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         Spread x = {0};
-        if (w->n_kv) x = token_spread(s, w, s->cache[l].rows, past);
-        key = (key ^ (x.slices << 16 | x.heads << 8 | x.nsg)) * 0x100000001b3;
+        if (w->n_kv) x = attention_spread(w, smaller(s->pos + n, s->cache[l].rows), true);
+        key = (key ^ (x.slices << 8 | x.heads)) * 0x100000001b3;
     }
     return key;
 }
@@ -1790,7 +1752,7 @@ static void plan_gpu(Session *s, Arena *a) {
             wide = larger(wide, half_step(s->m->gguf->tensors[i].ne[0]));
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
-        int slices = w->n_kv ? attention_spread(g, w, s->cache[l].rows, true).slices : 0;
+        int slices = w->n_kv ? attention_spread(w, s->cache[l].rows, true).slices : 0;
         parts = larger(parts, (size_t)FEW * w->n_head * slices * (w->vd + 2));
         heads = larger(heads, w->n_head);
         if (w->router.data) ff = larger(ff, w->ff), out = larger(out, w->down.rows);

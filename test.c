@@ -4675,7 +4675,7 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
                      .v = lab_floats(g, n * KV * vd, 1), .att = lab_floats(g, n * H * vd, 1),
                      .q = lab_floats(g, n * H * hd, 1), .mix = lab_floats(g, n * H * hd * 2, 2),
                      .z = lab_floats(g, n * H * hd, 1), .angles = {lab_floats(g, n * t->n_rot, 1)}};
-    int slices = attention_spread(g, &x->w, t->rows, true).slices;
+    int slices = attention_spread(&x->w, t->rows, true).slices;
     g->parts = lab_floats(g, FEW * H * slices * (vd + 2), 1);
 }
 
@@ -5400,7 +5400,7 @@ static void check_parts(const Model *m) {
     const Layer *w = m->layers;
     one.config.n_layer = 1;
     Session *s = open_gpu(&one, (Options){.chunk = 9, .window = 2000});
-    int slices = s->gpu ? attention_spread(s->gpu, w, s->cache[0].rows, true).slices : 0;
+    int slices = s->gpu ? attention_spread(w, s->cache[0].rows, true).slices : 0;
     long room = s->gpu ? (float *)s->gpu->halves - s->gpu->parts : 0;
     long extra = room - FEW * w->n_head * slices * (m->config.vd + 2);
     CHECK(slices > 1 && extra >= 0 && extra < 64, "%ld floats for %d slices", room, slices);
