@@ -354,6 +354,7 @@ typedef struct Session {
     float *gate, *up;          // [n][ff] of an FFN; [rows][ff] of experts
     float *logits;             // [LOGIT_ROWS][n_vocab]
     Candidate *candidates;     // [n_vocab] of the sampler
+    float *penalized;          // [n_vocab] logits, after its penalty
     float *angles[2];          // [n][n_rot] cos, sin pairs, of FULL layers and of WINDOWED ones
     double *freq[2];           // [n_rot/2] radians per position
     float rope_mag[2];         // a factor of the cosines and sines
@@ -922,6 +923,7 @@ static void plan_scratch(Session *s, Arena *a) {
     a->used = shared;            // 3: logits
     s->logits = arena_take(a, (uint64_t)LOGIT_ROWS * c->n_vocab, f);
     s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
+    s->penalized = arena_take(a, c->n_vocab, sizeof *s->penalized);
 }
 
 // Forgets positions p and later. Where there are recurrent layers, p is 0, saved_pos or
@@ -1115,12 +1117,12 @@ const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
 
 // ---- 9. sampler ----
 //
-// From logits to the next token: stages over one array of candidates, each a function that changes,
-// reorders or shortens it: penalty, temperature, top-k, top-p, min-p. Then one is drawn; at
-// temperature 0 the best is taken after the penalty. (llama.cpp tempers last; here the cuts see the
-// tempered distribution.) To add a stage, write it like these, call it in sample, and give it a
-// field of Sampling and, in Part VI, a default in main, a row of OPTIONS and, if files may ask for
-// it, one in sampling_defaults. Then add a line to test.c.
+// From logits to the next token, in stages: the penalty changes logits; what top-k can keep of them
+// becomes one array of candidates; temperature, top-k, top-p and min-p change, reorder or shorten
+// it. Then one is drawn; at temperature 0 the best is taken. (llama.cpp tempers last; here the cuts
+// see the tempered distribution.) To add a stage, write it like these, call it in sample, and give
+// it a field of Sampling and, in Part VI, a default in main, a row of OPTIONS and, if files may ask
+// for it, one in sampling_defaults. Then add a line to test.c.
 
 static int best_first(const void *a, const void *b) {   // ties: the lower id
     const Candidate *x = a, *y = b;
@@ -1146,22 +1148,50 @@ static void sort_top(Candidate *c, size_t n, size_t k) {
     qsort(c, gathered, sizeof *c, best_first);
 }
 
-static void sample_begin(Candidate *c, const float *logits, size_t n) {   // NaN never wins
-    for (size_t i = 0; i < n; i++)
-        c[i] = (Candidate){isnan(logits[i]) ? -INFINITY : logits[i], i};
+static void sample_begin(float *l, const float *logits, size_t n) {   // NaN never wins
+    for (size_t i = 0; i < n; i++) l[i] = isnan(logits[i]) ? -INFINITY : logits[i];
 }
 
 // Makes each of the last tokens less likely: positive logits are divided by the penalty, negative
-// ones multiplied. An id counts once, however often it occurs: a candidate that is done has the id
-// -1 until the end. On entry c[i].id == i.
-static void sample_penalty(Candidate *c, size_t n, const int32_t *last, int n_last, float penalty) {
+// ones multiplied. An id counts once, however often it occurs, as l [n] is made from logits [n].
+static void sample_penalty(float *l, const float *logits, size_t n, const int32_t *last, int n_last,
+                           float penalty) {
     for (int i = 0; i < n_last; i++) {
-        if ((size_t)last[i] >= n || c[last[i]].id < 0) continue;
-        c[last[i]].logit *= c[last[i]].logit > 0 ? 1 / penalty : penalty;
-        c[last[i]].id = -1;
+        if ((size_t)last[i] >= n || isnan(logits[last[i]])) continue;
+        float x = logits[last[i]];
+        l[last[i]] = x * (x > 0 ? 1 / penalty : penalty);
     }
-    for (int i = 0; i < n_last; i++)
-        if ((size_t)last[i] < n) c[last[i]].id = last[i];
+}
+
+// A logit that at least k of l [n] are not below, most likely few more: with l as a matrix of
+// COLUMNS columns, the k-th best of the columns' largest. 0 for k: all; c is scratch.
+static float least_of_top(Candidate *c, const float *l, size_t n, int k) {
+    enum { COLUMNS = 256 };
+    float best[COLUMNS];
+    if (k <= 0 || k > COLUMNS || n < COLUMNS) return -INFINITY;
+    memcpy(best, l, sizeof best);
+    for (size_t i = COLUMNS; i + COLUMNS <= n; i += COLUMNS)
+        for (int j = 0; j < COLUMNS; j++) best[j] = l[i + j] > best[j] ? l[i + j] : best[j];
+    for (int j = 0; j < COLUMNS; j++) c[j] = (Candidate){best[j], j};
+    sort_top(c, COLUMNS, k);
+    return c[k - 1].logit;
+}
+
+// Makes candidates of the logits l [n] that may be among the k best (0: of all), in the order of
+// their ids: of 150,000, some 50 for 40. Returns how many.
+static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
+    enum { STEP = 64 };   // which the compiler compares at once
+    float least = least_of_top(c, l, n, k);
+    size_t kept = 0;
+    for (size_t i = 0, end; i < n; i = end) {
+        int some = 0;   // no bool: that would be compared one by one
+        end = i + STEP < n ? i + STEP : n;
+        for (size_t j = i; j < end; j++) some |= l[j] >= least;
+        if (!some) continue;
+        for (size_t j = i; j < end; j++)
+            if (l[j] >= least) c[kept++] = (Candidate){l[j], j};
+    }
+    return kept;
 }
 
 // A temperature below 1 makes the distribution sharper, one above 1 flatter.
@@ -1169,9 +1199,9 @@ static void sample_temperature(Candidate *c, size_t n, float temp) {
     for (size_t i = 0; i < n; i++) c[i].logit /= temp;
 }
 
-// keeps the k best; top-k, top-p and min-p return how many are left
+// keeps the k best, in order; top-k, top-p and min-p return how many are left
 static size_t sample_top_k(Candidate *c, size_t n, int k) {
-    if (k <= 0 || (size_t)k >= n) return n;
+    if (k <= 0 || (size_t)k > n) return n;
     sort_top(c, n, k);
     return k;
 }
@@ -1224,17 +1254,15 @@ static double random_unit(uint64_t *state) {   // splitmix64, in [0, 1)
     return ((z ^ z >> 31) >> 11) * 0x1p-53;
 }
 
-// Chooses among the candidates c [n], which it reorders; last [n_last]: what the penalty sees.
-static int32_t sample(const Sampling *o, Candidate *c, size_t n, const int32_t *last, int n_last,
-                      uint64_t *rng) {
+// Chooses among the logits l [n]; c has room for n candidates.
+static int32_t sample(const Sampling *o, Candidate *c, const float *l, size_t n, uint64_t *rng) {
     double total, sum;
-    sample_penalty(c, n, last, n_last, o->repeat_penalty);
-    if (o->temp < 1e-30f) {   // 0, or logits / temp would overflow
-        sort_top(c, n, 1);
-        return c->id;
-    }
-    sample_temperature(c, n, o->temp);
-    n = sample_top_k(c, n, o->top_k);
+    bool greedy = o->temp < 1e-30f;   // 0, or logits / temp would overflow
+    int k = greedy ? 1 : o->top_k;
+    n = sample_candidates(c, l, n, k);
+    if (!greedy) sample_temperature(c, n, o->temp);
+    n = sample_top_k(c, n, k);
+    if (greedy) return c->id;
     n = sample_top_p(c, n, o->top_p);
     n = sample_min_p(c, n, o->min_p);
     sum_until(c, n, INFINITY, &total);
@@ -1245,13 +1273,14 @@ static int32_t sample(const Sampling *o, Candidate *c, size_t n, const int32_t *
 int32_t session_sample(Session *s, const float *logits) {
     const Sampling *o = &s->o.sampling;
     const Tokens *never = &s->m->suppressed;
-    Candidate *c = s->candidates;
+    float *l = s->penalized;
     int n = o->repeat_last_n, n_vocab = s->m->config.n_vocab;
     if (n < 0 || n > (int)s->history.n) n = s->history.n;
-    sample_begin(c, logits, n_vocab);
+    sample_begin(l, logits, n_vocab);
+    sample_penalty(l, logits, n_vocab, s->history.id + s->history.n - n, n, o->repeat_penalty);
     for (size_t i = 0; i < never->n; i++)
-        if (never->id[i] >= 0 && never->id[i] < n_vocab) c[never->id[i]].logit = -INFINITY;
-    return sample(o, c, n_vocab, s->history.id + s->history.n - n, n, &s->rng);
+        if (never->id[i] >= 0 && never->id[i] < n_vocab) l[never->id[i]] = -INFINITY;
+    return sample(o, s->candidates, l, n_vocab, &s->rng);
 }
 
 // ---- 10. generate ----

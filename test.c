@@ -2288,15 +2288,17 @@ static Candidate *five(Candidate c[5]) {   // probabilities .249 .012 .056 .678 
 }
 
 static void test_sampler_stages(void) {
-    static const int32_t last[] = {3, 1, 3, 3, 99, -7};
+    static const int32_t last[] = {3, 1, 3, 4, 3, 99, -7};
     Candidate c[5];
-    sample_penalty(five(c), 5, last, 6, 2);   // 3 / 2 once, -1 * 2; ids that are none do nothing
-    static const float penalised[] = {2, -2, 0.5f, 1.5f, -2};
-    for (int i = 0; i < 5; i++)
-        CHECK(c[i].id == i && c[i].logit == penalised[i], "penalty: %d %g", c[i].id, c[i].logit);
+    static const float before[] = {2, -1, 0.5f, 3, NAN}, after[] = {2, -2, 0.5f, 1.5f, -INFINITY};
+    float l[5];
+    sample_begin(l, before, 5);
+    sample_penalty(l, before, 5, last, 7, 2);   // 3 / 2 once, -1 * 2; ids that are none do nothing
+    CHECK(!memcmp(l, after, sizeof l), "penalty: %g %g %g %g %g", l[0], l[1], l[2], l[3], l[4]);
     sample_temperature(five(c), 5, 0.5f);
     CHECK(c[0].logit == 4 && c[4].logit == -4, "temperature");
     CHECK(sample_top_k(five(c), 5, 3) == 3 && c[1].id == 0 && c[2].id == 2, "top-k: ids 3 0 2");
+    CHECK(sample_top_k(five(c), 5, 5) == 5 && c[0].id == 3 && c[4].id == 4, "top-k of all: sorted");
     CHECK(sample_top_k(five(c), 5, 0) == 5 && sample_top_k(c, 5, 9) == 5, "top-k off");
     CHECK(sample_top_p(five(c), 5, 0.67f) == 1 && c[0].id == 3, "top-p .67");
     CHECK(sample_top_p(five(c), 5, 0.69f) == 2 && c[1].id == 0, "top-p .69");
@@ -2318,11 +2320,39 @@ static void test_sampler_stages(void) {
     CHECK(sample_top_p(many, 300, 0.9f) == 270, "top-p of many");
 }
 
+// candidates: those that are left out are not among the k best, however many are equal
+static void test_sampler_candidates(void) {
+    enum { N = 3001 };
+    static Candidate all[N], some[N];
+    static float l[N];
+    int most = 0;
+    for (int run = 0; run < 40; run++) {
+        int n = run % 4 ? N - run : 200 + 60 * run, steps = 1 << run % 12;
+        for (int i = 0; i < n; i++) {
+            l[i] = run % 5 ? roundf(steps * noise()) : -INFINITY;
+            all[i] = (Candidate){l[i], i};
+        }
+        if (run % 3 == 0) l[n - 1] = all[n - 1].logit = 1e6f;   // in no column
+        qsort(all, n, sizeof *all, best_first);
+        for (int k = 0; k < 400; k = 2 * k + 1) {
+            int kept = sample_candidates(some, l, n, k), best = k && k < kept ? k : kept;
+            int least = k && k < n ? k : n;
+            sort_top(some, kept, best);
+            CHECK(kept >= least && !memcmp(some, all, least * sizeof *all),
+                  "%d of %d: %d are candidates", k, n, kept);
+            if (k == 31 && run == 11) most = kept;
+        }
+    }
+    CHECK(most < 100, "%d of %d are candidates for 31", most, N);
+}
+
 static int32_t draw(Sampling o, const float *x, int n, uint64_t *rng) {
     static const int32_t last[] = {1, 2};
     Candidate c[8];
-    sample_begin(c, x, n);
-    return sample(&o, c, n, last, 2, rng);
+    float l[8];
+    sample_begin(l, x, n);
+    sample_penalty(l, x, n, last, 2, o.repeat_penalty);
+    return sample(&o, c, l, n, rng);
 }
 
 static void test_sampler_choice(void) {
@@ -2391,13 +2421,13 @@ static void test_sampler_session(void) {
         write_model(&w, &(Shape){"llama", 1, "", ""}, path);
         Options o = {.sampling = {.temp = 8, .top_p = 1, .repeat_penalty = 1}};
         Session *s = open_session(open_model(path), o);
-        Candidate c[VOCAB + 1] = {[VOCAB] = {5, 5}};   // one behind the last
+        float penalized[VOCAB + 1] = {[VOCAB] = 5};   // one behind the last
         int said[VOCAB] = {0};
-        s->candidates = c;
+        s->penalized = penalized;
         for (int i = 0; i < 1000; i++) said[session_sample(s, logits)]++;
         bool both = said[0] && said[7], one = said[0] || said[7];
         CHECK(strings ? both : !one, "ids 0 and 7 are said %d and %d times", said[0], said[7]);
-        CHECK(c[VOCAB].logit == 5, "a candidate of no id becomes %g", c[VOCAB].logit);
+        CHECK(penalized[VOCAB] == 5, "the logit of no id becomes %g", penalized[VOCAB]);
     }
 }
 
@@ -5788,7 +5818,7 @@ static const Test TESTS[] = {
     T(gguf_variants) T(gguf_broken) T(gguf_hostile) T(gguf_shapes) T(gguf_whole)
     T(golden_models) T(few_tokens) T(guesses) T(every_architecture) T(arch_lists) T(ring)
     T(regenerate) T(session_refusals) T(session_damage)
-    T(sampler_stages) T(sampler_choice) T(sampler_session)
+    T(sampler_stages) T(sampler_candidates) T(sampler_choice) T(sampler_session)
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_unigram) T(tokenizer_linear) T(chat_templates) T(allocations)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_wishes) T(cli_numbers) T(cli_chat)
