@@ -2007,8 +2007,9 @@ static const Key KEYS[] = {
     {"rope.swa.freq_base", REAL, CONFIG(rope_base_local), ANY, "laguna"},
     {"rope.freq_base", REAL, CONFIG(rope_base), ANY, ALL},
     {"rope.freq_base_swa", REAL, CONFIG(rope_base_local), ANY,
-     "afmoe gemma2 gemma3 gemma4 gemma-embedding gpt-oss laguna maple mimo2 modern-bert "
-     "muse-glimmer plamo3 spark2_5 step35"},
+     "afmoe cohere2 cohere2moe exaone4 exaone-moe gemma2 gemma3 gemma4 gemma-embedding gpt-oss "
+     "laguna llama4 maple mellum mimo2 modern-bert muse-glimmer olmo2 plamo3 smallthinker "
+     "spark2_5 step35"},
     {"rope.global.freq_base", REAL, CONFIG(rope_base), ANY, "gemma3 gemma4"},   // Ollama's names
     {"rope.local.freq_base", REAL, CONFIG(rope_base_local), ANY, "gemma3 gemma4"},
     {"rope.scale_linear", REAL, CONFIG(rope_factor), ANY, ALL},

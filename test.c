@@ -1956,8 +1956,7 @@ static const struct { const char *name, *asked, *without; } LISTS[] = {
     {"expert_weights_norm", "x", GATES_AS_ROW "deepseek kimi-linear lfm2moe minimax-m2 "
      "smallthinker"},
     {"expert_weights_scale", "x", GATES_AS_ROW "lfm2moe minimax-m2 smallthinker"},
-    {"rope.freq_base_swa", "~", "cohere2 cohere2moe exaone-moe exaone4 granite_swa lfm2 llama4 "
-     "mellum olmo2 smallthinker"},
+    {"rope.freq_base_swa", "~", "granite_swa lfm2"},
     {"rope.dimension_count_swa", "~", "cohere2 cohere2moe exaone-moe exaone4 gemma-embedding "
      "gemma2 gemma3 gpt-oss granite_swa lfm2 llama4 maple mellum mimo2 modern-bert olmo2 plamo3 "
      "smallthinker"},
