@@ -2159,11 +2159,11 @@ static inline float merged_value(int i, int slices, device const float *q,
 // With 2 each of a few tokens is computed in the order that it has alone.
 // Grid: for each token and KV head, a threadgroup for every QUERY_HEADS of its query heads. A long
 // ring is cut into slices, with a threadgroup for each (those past query_slices are idle), whose
-// results go to parts[n][n_head][a->slices][..]. Where GPUs order memory between threadgroups (MERGES), the last one
-// of these heads merges them. Its SIMD-groups take turns at the rows, and merge at the end. Bound
-// by memory: 4 bytes of K and V serve 4 FLOP of each query head. More than ATTENTION_HEADS of them
-// would take so many registers that too few SIMD-groups could run at once to hide how long a load
-// takes.
+// results go to parts[n][n_head][a->slices][..]. Where GPUs order memory between threadgroups
+// (MERGES), the last one of these heads merges them. Its SIMD-groups take turns at the rows, and
+// merge at the end. Bound by memory: 4 bytes of K and V serve 4 FLOP of each query head. More than
+// ATTENTION_HEADS of them would take so many registers that too few SIMD-groups could run at once
+// to hide how long a load takes.
 kernel void attention(device const float *v_new, device const float *angles,   // [n_rot / 2][2]
         device const float *q_norm, device const float *k_norm,                   // buffers 2, 3
         device const float *q_bias, device const float *k_bias, device const float *k_new,

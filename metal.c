@@ -159,7 +159,7 @@ struct Device {
     uint64_t key[FEW + 1], last[FEW + 1];   // last: of the last n tokens that had no graph
     int n;                      // the launches of n tokens are captured
     bool records;               // launches are captured for the graph
-    bool few;                   // they are those of a few tokens
+    bool few;                   // launches are those of a few tokens
     bool early, first;          // these may start early; but the next one follows a copy
     char arch[32];
     Code code[MAX_PIPELINES];   // compiled, but not loaded yet
