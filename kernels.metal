@@ -512,7 +512,7 @@ static inline int attention_most(int head, int value) {
 // rows that a SIMD-group takes in one step
 static inline int attention_step(int lanes) { return ATTENTION_ROWS * (SIMD_LANES / lanes); }
 
-// fewest rows of a slice: those that all SIMD-groups take in one step
+// fewest rows of a slice: ATTENTION_SLICE, or more if all SIMD-groups take more in one step
 static inline int attention_slice(int head, int value) {
     int rows = attention_most(head, value) * attention_step(attention_lanes(head, value));
     return rows > ATTENTION_SLICE ? rows : ATTENTION_SLICE;
@@ -2068,7 +2068,7 @@ QUANT_INLINE void parts_add(thread const struct softmax_part *x, thread struct s
     }
 }
 
-// How many slices of the ring a query at pos has: so many as when it is the last token.
+// How many slices of the ring a query at pos has: as many as if its token ran alone.
 static inline int query_slices(int pos, constant struct attention_args *a) {
     int used = min(pos + 1, a->rows);
     return min(div_up(used, attention_slice(HEAD_DIM, VALUE_DIM)), a->slices);
@@ -2076,7 +2076,8 @@ static inline int query_slices(int pos, constant struct attention_args *a) {
 
 // Merges, through threadgroup memory, the parts of lanes and SIMD-groups that had different rows.
 // The results of heads from `head` on go to out[n][n_head][VALUE_DIM]; or, where a query has
-// slices, o, m and sum of each head and slice go to out[n][n_head][a->slices][VALUE_DIM + 2].
+// several slices, o, m and sum of each head and slice go to
+// out[n][n_head][a->slices][VALUE_DIM + 2].
 QUANT_INLINE void attention_output(thread struct softmax_state *state, threadgroup float *shared,
         device const float *q, device const float *sinks, device float *out, int head, int heads,
         int slice, int slices, uint nsg, uint sg, uint lane, constant struct attention_args *a) {
@@ -2133,7 +2134,7 @@ QUANT_INLINE void attention_begin(device const float *q, threadgroup const float
 }
 
 // Number i of a token's out[n_head][VALUE_DIM], from parts[n_head][a->slices][VALUE_DIM + 2], of
-// which it has `slices`
+// which a head has the first `slices`
 static inline float merged_value(int i, int slices, device const float *q,
         device const float *sinks, device const float *parts, constant struct attention_args *a) {
     int head = i / VALUE_DIM, e = i % VALUE_DIM;
@@ -2156,14 +2157,14 @@ static inline float merged_value(int i, int slices, device const float *q,
 // out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q . k) * v, for few queries.
 // FUSED is 1 for one token: QK norm, RoPE and the write to the cache happen here, too. Then each
 // threadgroup of the last slice computes the newest key itself: another may still be writing it.
-// With 2 each of a few tokens is computed in the order that it has alone.
+// FUSED is 2 for a few tokens: each is computed in the order that it has alone.
 // Grid: for each token and KV head, a threadgroup for every QUERY_HEADS of its query heads. A long
 // ring is cut into slices, with a threadgroup for each (those past query_slices are idle), whose
 // results go to parts[n][n_head][a->slices][..]. Where GPUs order memory between threadgroups
-// (MERGES), the last one of these heads merges them. Its SIMD-groups take turns at the rows, and
-// merge at the end. Bound by memory: 4 bytes of K and V serve 4 FLOP of each query head. More than
-// ATTENTION_HEADS of them would take so many registers that too few SIMD-groups could run at once
-// to hide how long a load takes.
+// (MERGES), the last one of these heads merges them. A threadgroup's SIMD-groups take turns at the
+// rows, and merge at the end. Bound by memory: 4 bytes of K and V serve 4 FLOP of each query head.
+// More than ATTENTION_HEADS of them would take so many registers that too few SIMD-groups could run
+// at once to hide how long a load takes.
 kernel void attention(device const float *v_new, device const float *angles,   // [n_rot / 2][2]
         device const float *q_norm, device const float *k_norm,                   // buffers 2, 3
         device const float *q_bias, device const float *k_bias, device const float *k_new,
@@ -2191,7 +2192,7 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     v_new += kv * VALUE_DIM;
     int r = (slice * nsg + sg) * rows, next = slices * nsg * rows;
     bool newest = FUSED && slice == slices - 1;           // has the new key, besides other rows
-    // rows of earlier passes are there; those of this one, but the newest, come with the input
+    // rows of earlier passes are there; those that rope writes in this one come with the input
     int fresh = FUSED == 1 ? 0 : a->n, first = ring_row(start, a);
     int since = r + (int)lane % rows - first;             // rows behind the pass's first
     if (since < 0 && since + first >= a->keep) since += a->rows - a->keep;

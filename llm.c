@@ -1117,12 +1117,13 @@ const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
 
 // ---- 9. sampler ----
 //
-// From logits to the next token, in stages: the penalty changes logits; what top-k can keep of them
-// becomes one array of candidates; temperature, top-k, top-p and min-p change, reorder or shorten
-// it. Then one is drawn; at temperature 0 the best is taken. (llama.cpp tempers last; here the cuts
-// see the tempered distribution.) To add a stage, write it like these, call it in sample, and give
-// it a field of Sampling and, in Part VI, a default in main, a row of OPTIONS and, if files may ask
-// for it, one in sampling_defaults. Then add a line to test.c.
+// From logits to the next token, in stages. NaN, the penalty and suppressed ids change logits.
+// Those that top-k can keep become candidates. Temperature, top-k, top-p and min-p change, reorder
+// or drop these. Then one is drawn; at temperature 0 the best is taken. (llama.cpp tempers last;
+// here the cuts see the tempered distribution.) To add a stage, write it like these. Call it in
+// session_sample if it changes logits by id, else in sample. Give it a field of Sampling and, in
+// Part VI, a default in main, a row of OPTIONS and, if files may ask for it, one in
+// sampling_defaults. Then add a line to test.c.
 
 static int best_first(const void *a, const void *b) {   // ties: the lower id
     const Candidate *x = a, *y = b;
@@ -1163,8 +1164,8 @@ static void sample_penalty(float *l, const float *logits, size_t n, const int32_
     }
 }
 
-// A logit that at least k of l [n] are not below, most likely few more: with l as a matrix of
-// COLUMNS columns, the k-th best of the columns' largest. 0 for k: all; c is scratch.
+// Returns a logit that at least k of l [n] reach; few more do if k is far below COLUMNS. It views l
+// as a matrix of COLUMNS columns, and takes the k-th best of their largest. k 0: all; c is scratch.
 static float least_of_top(Candidate *c, const float *l, size_t n, int k) {
     enum { COLUMNS = 256 };
     float best[COLUMNS];
@@ -1178,7 +1179,7 @@ static float least_of_top(Candidate *c, const float *l, size_t n, int k) {
 }
 
 // Makes candidates of the logits l [n] that may be among the k best (0: of all), in the order of
-// their ids: of 150,000, some 50 for 40. Returns how many.
+// their ids: about 43 for k = 40. Returns how many.
 static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
     enum { STEP = 64 };   // which the compiler compares at once
     float least = least_of_top(c, l, n, k);
@@ -1199,7 +1200,8 @@ static void sample_temperature(Candidate *c, size_t n, float temp) {
     for (size_t i = 0; i < n; i++) c[i].logit /= temp;
 }
 
-// keeps the k best, in order; top-k, top-p and min-p return how many are left
+// keeps the k best, in order, unless k is 0 or above n; top-k, top-p and min-p return how many are
+// left
 static size_t sample_top_k(Candidate *c, size_t n, int k) {
     if (k <= 0 || (size_t)k > n) return n;
     sort_top(c, n, k);

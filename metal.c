@@ -102,7 +102,7 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // the memory tha
 // CUDA's driver and compiler are found at run time. A buffer is a copy in the GPU's memory, which
 // device_send brings up to date for the GPU, and device_fetch for the host. Each variant of a
 // kernel is compiled by itself; $XDG_CACHE_HOME/llm or ~/.cache/llm keeps its code, named by a hash
-// of its sources and the GPU's architecture. From compute capability 9.0 on a token's launches
+// of its sources and the GPU's architecture. From compute capability 9.0 on a few tokens' launches
 // start early (programmatic dependent launch): a launch begins when all threadgroups of the last
 // one have called next_may_start, and has to wait for its input, which it does at once, or where
 // its kernel says input_wait.
@@ -156,7 +156,7 @@ struct Device {
 #undef X
     void *context, *stream;
     void *graph[FEW + 1];       // [n] the launches of n tokens whose tokens_key is `key`, or NULL
-    uint64_t key[FEW + 1], last[FEW + 1];   // last: of the last n tokens that had no graph
+    uint64_t key[FEW + 1], last[FEW + 1];   // last: of the latest n tokens without a graph
     int n;                      // the launches of n tokens are captured
     bool records;               // launches are captured for the graph
     bool few;                   // launches are those of a few tokens
@@ -419,10 +419,10 @@ static size_t device_threads(const Dispatch *d) {   // what a variant is compile
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
 
-// Launches the graph of an earlier pass of n tokens with the same key, which begins each dispatch
-// sooner than a call could. Otherwise returns false; and the pass's launches are captured as a
-// graph if n is 1, or if n tokens had the key before: to make a graph takes as long as a pass, and
-// guesses have many lengths. n is 0 for a chunk, whose launches are calls.
+// Launches the graph of an earlier pass of n tokens, if it has the same key: it begins dispatches
+// sooner than calls do. Else returns false. Then the pass is captured as a graph if n is 1, or if
+// the latest pass of n tokens without a graph had this key. (A graph costs as much as a pass, and
+// guesses have many lengths.) A chunk has n = 0: its launches are calls.
 static bool device_again(Gpu *g, int n, uint64_t key) {
     Device *d = g->device;
     d->few = n > 0;
@@ -1159,18 +1159,19 @@ static bool is_gated(const Layer *w) {   // a gate behind each head's query
     return !w->k_b.data && w->q.rows > (int64_t)w->n_head * w->hd;
 }
 
-// How attention's work is spread, with `used` rows in the ring: a threadgroup has some query heads
-// of one KV head; for a few tokens also a slice of the ring, and heads are apart as long as the GPU
-// has room for all. There are threadgroups for up to twice the slices that the kernel takes: so the
-// launches seldom change.
-typedef struct { int heads, slices; } Spread;
+// How attention's work is spread, with `used` rows in the ring. A threadgroup has some query heads
+// of one KV head. For a few tokens it has a slice of the ring, too. The heads of one token are
+// apart as long as the GPU has room for all. Slices double as the ring fills, up to a limit, so
+// launches seldom change; query_slices says how many of them a query takes.
+typedef struct { int heads, slices; } Spread;   // slices: at most
 static int spread_groups(const Layer *w, int heads) {   // threadgroups for a slice of a token
     return div_up(w->n_head / w->n_kv, heads) * w->n_kv;
 }
 static Spread attention_spread(const Layer *w, int used, bool few) {
     Spread x = {smaller(w->n_head / w->n_kv, ATTENTION_HEADS), 1};
+    int each = attention_slice(w->hd, w->vd);
     if (!few) return x;
-    while (x.slices * attention_slice(w->hd, w->vd) < used) x.slices *= 2;
+    while (x.slices < ATTENTION_FILL && x.slices * each < used) x.slices *= 2;
     if (w->n_head * x.slices <= ATTENTION_FILL) x.heads = 1;
     int fill = ATTENTION_FILL / spread_groups(w, x.heads);
     x.slices = larger(smaller(x.slices, fill), 1);
@@ -1214,7 +1215,8 @@ static bool run_flash(Session *s, const Layer *w, Dispatch *d, const struct atte
 
 // QK norm, RoPE, the write to the cache, and s->att[n][n_head][vd]: one dispatch for one token, two
 // for a chunk (but one if latent) or where another layer's keys are read; one more for a norm of a
-// whole projection, one for a norm of values, and one to merge a ring's slices.
+// whole projection, one for a norm of values, and, unless attention merges them itself, one to
+// merge a ring's slices.
 static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     Gpu *g = s->gpu;
@@ -1263,8 +1265,9 @@ static void run_attention(Session *s, const Layer *w, int n) {
                     (size_t)n * spread_groups(w, heads) * slices, nsg * SIMD_LANES,
                     attention_floats(heads, w->hd, w->vd, nsg, lanes));
     if (slices == 1 || merges) return;
-    Dispatch merge = {.bound = {q, g->now, w->sinks, g->parts, s->att}};
-    memcpy(merge.constant, d.constant, sizeof d.constant);
+    Dispatch merge = {
+        .bound = {q, g->now, w->sinks, g->parts, s->att},
+        .constant = {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_GATED] = q != s->q}};
     run_stretch(g, &merge, &a, "attention_merge", 0, 4,
                 div_up(n * w->n_head * w->vd, MERGE_THREADS), MERGE_THREADS, 0);
 }
@@ -1817,12 +1820,12 @@ static bool share_all(Session *s) {
 static void warm_up(Session *s) {
     enum { SET = SET_TOKENS };
     int n[] = {s->o.chunk, 512, 65, 64, 32, FEW + 1, FEW, SET + 1, SET, 2, 1, 1};
-    int last = COUNT(n) - 1;
+    int last = COUNT(n) - 1, full = s->o.window + s->o.chunk + s->o.keep;
     for (int i = 0; s->gpu && i <= last; i++) {
         int rows = n[i] < s->o.chunk ? n[i] : s->o.chunk;
         s->gpu->dry = i < last;
         device_begin(s->gpu);
-        send_tokens(s, NULL, rows, i == last - 1 ? s->o.window : 0);
+        send_tokens(s, NULL, rows, i == last - 1 ? full : 0);
         run_layers(s, rows);
         run_output(s, 0, rows < LOGIT_ROWS ? rows : LOGIT_ROWS);
         gpu_finish(s, 0, 0, 0);

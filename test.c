@@ -1420,6 +1420,10 @@ static const AttentionCase ATTENTION[] = {   // heads kv hd vd pos n rows window
     // long rings, in slices
     {"g", 2, 1, 16, 16, 900, 1, 620, 700, 2, true, true, .n_rot = 16, ROPE_HALVES},
     {"t", 5, 1, 64, 4, 600, 1, 900, 90, 0, true, false, true, .n_rot = 16, ROPE_PAIRS},
+    // a few tokens: with 1 and 2 slices, with as many as there may be, with a ring that has wrapped
+    {"", 4, 2, 256, 256, 28, 7, 90, 90, 0, true, .n_rot = 256, ROPE_HALVES},
+    {"qk", 80, 1, 192, 128, 250, 3, 260, 260, 0, true, .n_rot = 64, ROPE_HALVES},
+    {"g", 4, 2, 256, 256, 118, 7, 80, 60, 3, true, true, .n_rot = 256, ROPE_HALVES},
 };
 
 static uint16_t *half_noise(size_t n) {
@@ -2326,14 +2330,14 @@ static void test_sampler_candidates(void) {
     static float l[N];
     int most = 0;
     for (int run = 0; run < 40; run++) {
-        int n = run % 4 ? N - run : 200 + 60 * run, steps = 1 << run % 12;
+        int n = run % 4 ? N - run : 256 + 60 * run, steps = 1 << run % 12;
         for (int i = 0; i < n; i++) {
             l[i] = run % 5 ? roundf(steps * noise()) : -INFINITY;
             all[i] = (Candidate){l[i], i};
         }
         if (run % 3 == 0) l[n - 1] = all[n - 1].logit = 1e6f;   // in no column
         qsort(all, n, sizeof *all, best_first);
-        for (int k = 0; k < 400; k = 2 * k + 1) {
+        for (int k = 0; k < 600; k = 2 * k + 1) {
             int kept = sample_candidates(some, l, n, k), best = k && k < kept ? k : kept;
             int least = k && k < n ? k : n;
             sort_top(some, kept, best);
@@ -5433,6 +5437,8 @@ static void check_parts(const Model *m) {
     long room = s->gpu ? (float *)s->gpu->halves - s->gpu->parts : 0;
     long extra = room - FEW * w->n_head * slices * (m->config.vd + 2);
     CHECK(slices > 1 && extra >= 0 && extra < 64, "%ld floats for %d slices", room, slices);
+    int most = attention_spread(w, INT_MAX, true).slices;   // of a window that is refused later
+    CHECK(most >= slices && most <= ATTENTION_FILL, "%d slices at most", most);
     session_close(s);
 }
 
