@@ -355,6 +355,8 @@ typedef struct Session {
     float *logits;             // [LOGIT_ROWS][n_vocab]
     Candidate *candidates;     // [n_vocab] of the sampler
     float *penalized;          // [n_vocab] logits, after its penalty
+    int32_t *index;            // [n_index] positions, for guesses: see guess_ids
+    int n_index, n_indexed;    // the text's positions up to n_indexed have been entered
     float *angles[2];          // [n][n_rot] cos, sin pairs, of FULL layers and of WINDOWED ones
     double *freq[2];           // [n_rot/2] radians per position
     float rope_mag[2];         // a factor of the cosines and sines
@@ -379,7 +381,7 @@ typedef struct Session {
     size_t n_recurrent;        // floats
     int saved_pos;             // -1: there is no snapshot
     float *unguessed;          // [n_recurrent] another copy: the states before the last guesses
-    int unguessed_pos;         // 0: there is none
+    int unseen;                // tokens at the history's end that the states have not seen
 } Session;
 
 // ---- 4. what the other parts provide ----
@@ -908,6 +910,8 @@ static void plan_scratch(Session *s, Arena *a) {
     for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * n_rot[i], f);
     for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, n_rot[i] / 2, sizeof(double));
     s->slopes = arena_take(a, c->n_head, f);
+    s->n_index = s->o.draft > 0 ? larger(2 * (uint64_t)s->o.window, 4096) : 0;
+    s->index = arena_take(a, s->n_index, sizeof *s->index);
     s->route = arena_take(a, n * larger(c->n_expert, 1), f);   // attention may lie between
     uint64_t shared = a->used;   // 1: attention
     s->q = arena_take(a, n * most.q, f);
@@ -926,19 +930,20 @@ static void plan_scratch(Session *s, Arena *a) {
     s->penalized = arena_take(a, c->n_vocab, sizeof *s->penalized);
 }
 
-// Forgets positions p and later. Where there are recurrent layers, p is 0, saved_pos or
-// unguessed_pos: a state cannot be cut back, only cleared, or replaced by a snapshot.
+// Forgets positions p and later. Where there are recurrent layers, p is 0 or saved_pos: a state
+// cannot be cut back, only cleared, or replaced by the snapshot.
 static void session_truncate(Session *s, int p) {
-    assert(p == 0 || !s->n_recurrent || p == s->saved_pos || p == s->unguessed_pos);
+    assert(p == 0 || !s->n_recurrent || p == s->saved_pos);
     for (int l = 0; l < s->m->config.n_layer; l++)
         for (int i = 0; i < s->cache[l].rows; i++)
             if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
     if (s->n_recurrent && p == 0) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
     if (p == 0) s->saved_pos = -1;
     s->history.n = p;
+    s->unseen = 0;
+    s->n_indexed = smaller(s->n_indexed, p);
     gpu_store(s, p == 0);
-    if (p > 0) copy_states(s, s->recurrent, p == s->saved_pos ? s->saved : s->unguessed);
-    else s->unguessed_pos = 0;
+    if (p > 0) copy_states(s, s->recurrent, s->saved);
 }
 
 void session_close(Session *s) {
@@ -1005,8 +1010,9 @@ typedef struct {
     int guesses;   // so many of the last tokens; their rows are not checked
 } Request;
 
-// Cuts the caches back to the longest prefix of the text that can be reused, and returns its
-// length, which is r->from at most: rows from there on must be made.
+// Cuts the caches back to the longest prefix of the text that can be reused, and returns where
+// evaluation goes on, at r->from or before: rows from there on must be made. The first `known` ids
+// are the history's.
 //
 //   decode          the text is the history and one more token: there is nothing to cut
 //   prefix reuse    both begin alike: the history is cut back to where they differ
@@ -1014,22 +1020,23 @@ typedef struct {
 //
 // In a model that is not causal all depends on later tokens, too, and nothing can be reused. A
 // recurrent model goes back to its snapshot, which stands before the last token of a prompt.
-static int session_reuse(Session *s, const Request *r) {
-    int p = 0, n_history = s->history.n;
+static int session_reuse(Session *s, const Request *r, int known) {
+    int p = known, n_history = s->history.n;
     while (p < n_history && p < r->n && s->history.id[p] == r->ids[p]) p++;
     if (p > r->from) p = r->from;
     if (!s->m->config.causal) p = 0;
-    if (p == n_history) return p;
+    if (p == n_history) return p - s->unseen;
     if (s->n_recurrent) p = s->saved_pos >= 0 && s->saved_pos <= p ? s->saved_pos : 0;
     if (!rows_resident(s, p)) p = 0;
     session_truncate(s, p);
     return p;
 }
 
-static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e) {
+// Can ids [n] be evaluated? The first `known` ones have been.
+static bool check_ids(const Session *s, const int32_t *ids, int n, int known, Error *e) {
     const Model *m = s->m;
     if (n < 1) return fail(e, "nothing to evaluate: no tokens");
-    for (int i = 0; i < n; i++)
+    for (int i = known; i < n; i++)
         if (ids[i] < 0 || ids[i] >= m->embd.rows)
             return fail(e, "token id %d is out of range; the model has %lld", ids[i],
                         (long long)m->embd.rows);
@@ -1046,9 +1053,11 @@ static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e) {
 }
 
 // How many of the `left` tokens from pos on are the next chunk? It ends where a span ends. For a
-// snapshot the prompt's last token runs alone: another answer then costs one token.
+// snapshot the prompt's last token runs alone: another answer then costs one token. Tokens that
+// recurrent states have not seen yet are few, and keep the bits of decode.
 static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
     int span = s->m->config.span, most = s->o.chunk;
+    if (s->unseen && left > FEW) return s->unseen;
     if (span && most > span - pos % span) most = span - pos % span;
     if (left > most) return most;
     return snapshot && left > 1 ? left - 1 : left;
@@ -1086,11 +1095,12 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 // Evaluates a text chunk by chunk, reusing what the caches hold.
 static bool session_run(Session *s, Request r, Error *e) {
     bool in_history = r.ids == s->history.id;   // session_generate's text; tokens_room may move it
-    if (!check_ids(s, r.ids, r.n, e)) return false;
+    int known = in_history ? s->history.n : 0;
+    if (!check_ids(s, r.ids, r.n, known, e)) return false;
     if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
     if (in_history) r.ids = s->history.id;
-    int reused = session_reuse(s, &r), n;
-    bool snapshot = s->n_recurrent && !in_history && r.n - reused > 1;
+    int reused = session_reuse(s, &r, known), n;
+    bool snapshot = s->n_recurrent && !in_history && r.n - (int)s->history.n > 1;
     for (int p = reused; p < r.n; p += n) {
         n = chunk_size(s, p, r.n - p, snapshot);
         if (snapshot && p == r.n - 1) {
@@ -1105,6 +1115,7 @@ static bool session_run(Session *s, Request r, Error *e) {
         if (gpu && r.hidden) gpu_fetch(s, s->x, (size_t)n * s->m->config.dim * sizeof *s->x);
         memmove(s->history.id + p, r.ids + p, n * sizeof *r.ids);
         s->history.n = p + n;
+        s->unseen = 0;
         if (!give_rows(s, &r, p, n, first, gpu, e)) return false;
     }
     return !s->on_chunk || s->on_chunk(s->ctx, reused, r.n, r.n) || fail(e, "interrupted");
@@ -1300,22 +1311,42 @@ int32_t session_sample(Session *s, const float *logits) {
 
 typedef struct { bool (*fn)(void *ctx, int32_t id); void *ctx; } OnToken;   // fn: false stops
 
-// Writes a guess of `count` ids behind text [n]: what followed its last three ids where they stood
-// last. False: they are new. A guess may go on into itself.
-static bool guess_ids(int32_t *text, int n, int count) {
-    for (int i = n - 1; i >= 3; i--) {
-        if (text[i - 1] != text[n - 1]) continue;   // most of them
-        if (memcmp(text + i - 3, text + n - 3, 3 * sizeof *text)) continue;
-        for (int k = 0; k < count; k++) text[n + k] = text[i + k];
-        return true;
+static bool same_three(const int32_t *a, const int32_t *b) {   // the three ids before a and b
+    return !memcmp(a - 3, b - 3, 3 * sizeof *a);
+}
+
+// The index of a text has, for three ids in a row, the position behind the place where they stood
+// last. Returns their entry, for the ids before text + n: 0 if they are new. It is one of a few
+// behind their hash; if others hold all of these, the last one has to go.
+static int32_t *index_entry(const Session *s, int n) {
+    const int32_t *text = s->history.id;
+    int32_t *entry = NULL;
+    uint64_t hash = 0;
+    for (int i = n - 3; i < n; i++) hash = (hash ^ (uint32_t)text[i]) * 0x9e3779b97f4a7c15;
+    for (int probe = 0; probe < 8; probe++) {
+        entry = s->index + ((hash >> 32) + probe) % s->n_index;
+        if (!*entry || same_three(text + *entry, text + n)) break;
     }
-    return false;
+    return entry;
+}
+
+// Writes a guess of `count` ids behind the text [n]: what followed its last three ids where they
+// stood last. False: they are new. A guess may go on into itself.
+static bool guess_ids(Session *s, int n, int count) {
+    int32_t *text = s->history.id;
+    if (n <= 3) return false;
+    for (int i = larger(s->n_indexed, 3); i < n; i++) *index_entry(s, i) = i;
+    s->n_indexed = n;
+    int from = *index_entry(s, n);
+    if (!from || from >= n || !same_three(text + from, text + n)) return false;
+    for (int k = 0; k < count; k++) text[n + k] = text[from + k];
+    return true;
 }
 
 // How many guesses, at most `most`, can run in a chunk with what is not evaluated of n tokens?
 static int guesses_fit(const Session *s, int n, int most) {
     const Model *m = s->m;
-    int start = s->history.n, end = smaller(n + most, start + chunk_size(s, start, FEW, false));
+    int start = s->history.n - s->unseen, end = smaller(n + most, start + chunk_size(s, start, FEW, false));
     if (m->config.n_exact) end = smaller(end, m->config.n_exact);
     if (m->pos_embd.data) end = smaller(end, m->pos_embd.rows);
     return end > n ? end - n : 0;
@@ -1327,14 +1358,14 @@ static int guesses_fit(const Session *s, int n, int most) {
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnToken on_token,
                       Error *e) {
     int made = 0, most = smaller(1, s->o.draft);   // guesses of a pass
-    bool ok = true, ends = n_predict == 0, found = false;
+    bool ends = n_predict == 0, found = false;
     Request r = {.ids = ids, .n = n, .from = n - 1};
-    do {
-        s->unguessed_pos = s->history.n;
+    for (;;) {
+        int seen = s->history.n - s->unseen, stood = 0;
         if (r.guesses) copy_states(s, s->unguessed, s->recurrent);   // none in a Llama
-        if (!session_run(s, r, e)) return false;
-        int stood = 0;
-        for (int k = 0; !ends && k == stood && k <= r.guesses; k++) {
+        bool ok = session_run(s, r, e);
+        if (!ok) s->history.n = smaller(s->history.n, n);
+        for (int k = 0; ok && !ends && k == stood && k <= r.guesses; k++) {
             const float *row = s->logits + (size_t)k * s->m->config.n_vocab;
             int32_t *next = s->history.id + n;
             s->history.n = n++;   // the penalty sees no guesses; later rows of caches nobody sees
@@ -1346,8 +1377,13 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
             if (found && *next == id) stood++;
             *next = id;
         }
-        // a state has seen the guesses that fell: those that stood run again with the next pass
-        if (s->n_recurrent && (int)s->history.n < r.n) session_truncate(s, s->unguessed_pos);
+        // a state has seen the guesses that fell: it goes back to before all of them, and those
+        // that stood run again with what comes next
+        if (s->n_recurrent && r.guesses && (int)s->history.n < r.n) {
+            copy_states(s, s->recurrent, s->unguessed);
+            s->unseen = s->history.n - seen;
+        }
+        if (!ok || ends) return ok;
 
         // Guesses double while all stand, and shrink to those that stood. One more than runs is
         // made: if none runs, it tells when the text begins to repeat itself.
@@ -1355,12 +1391,10 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
         else if (found) most = smaller(2 * most + 1, s->o.draft);
         int room = n_predict < 0 ? most : smaller(most, n_predict - made - 1);
         room = guesses_fit(s, n, room);
-        found = s->o.draft > 0 && tokens_room(&s->history, n + FEW) &&
-                guess_ids(s->history.id, n, room + 1);
+        found = s->o.draft > 0 && tokens_room(&s->history, n + FEW) && guess_ids(s, n, room + 1);
         if (!found) room = 0;
         r = (Request){.ids = s->history.id, .n = n + room, .from = n - 1, .guesses = room};
-    } while (ok && !ends);
-    return ok;
+    }
 }
 
 // ==== Part II: the file =========================================================================

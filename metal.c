@@ -1673,6 +1673,7 @@ static bool gpu_finish(Session *s, int rows, int pos, int end) {
         n = stop - p < s->o.chunk ? stop - p : s->o.chunk;
         forward(s, s->history.id + p, n, p);
     }
+    if (s->o.draft > 0) copy_states(s, s->unguessed, s->recurrent);   // that copy is lost, too
     s->history.n = end;
     return false;
 }
