@@ -11,8 +11,8 @@
 //
 //   I    the model     base, types, prototypes, ops, forward, session, sampler, generate
 //   II   the file      GGUF, architectures, loading
-//   III  more mixers   positions, gated attention, experts, the gated delta rule, the state space,
-//                      the short convolution, latent attention, what Gemma 4 adds
+//   III  the others    what other families have: positions, gated attention, experts, the gated
+//                      delta rule, the state space, the short convolution, latent attention
 //   IV   text          tokenizer, chat templates
 //   V    speed         threads, vectors, products, tiles, attention, the GPU, AMX
 //   VI   main          the command line, conversations, modes; an appendix, Unicode
@@ -21,8 +21,9 @@
 // head and hd its width, dim the width of the residual stream (the vector per token that all layers
 // add to), ff the width of a feed-forward network (FFN); m is a Model, c its Config, s a Session
 // (one conversation), w weights (a Layer, a Matrix, a Norm), e an Error. In ops n is the width of a
-// row; in the sampler c is the candidates. Shapes stand outermost first: x [n][dim] is n rows of
-// dim floats. The KV cache holds the keys and values of earlier tokens: each is made only once.
+// row; in the sampler c is the candidates and l logits; Part IV has other names. Shapes stand
+// outermost first: x [n][dim] is n rows of dim floats. The KV cache holds the keys and values of
+// earlier tokens: each is made only once.
 //
 // As a library: #define LLM_NO_MAIN, #include "llm.c" before any other header. A program calls
 //
@@ -41,9 +42,9 @@
 //       evaluates ids, and hands out one id after the other of what follows them
 //   tokens_add, tokenize, detokenize, template_render: see Part IV
 //
-// Only Part VI calls exit or prints; but a GPU shows its loading on a terminal, and says on stderr
-// that it cannot be used or has failed. A call takes less than 512 KB of stack.
-#define _GNU_SOURCE   // Linux: sched_getaffinity
+// Only Part VI calls exit or prints; but loading onto a GPU shows its progress on a terminal, and a
+// GPU that cannot be used or fails says so on stderr. A call takes less than 512 KB of stack.
+#define _GNU_SOURCE   // Linux: sched_getaffinity, memmem, strcasestr
 #define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32 bits
 #include <assert.h>
 #include <float.h>
@@ -60,7 +61,8 @@
 #ifdef LLM_PLAIN
 #define QUANT_PLAIN            // no SIMD in the formats either
 #endif
-#include "quant.h"             // weights in blocks of a few bits each; QUANT_INLINE: always inlined
+#include "quant.h"             // weights in blocks of a few bits each
+#define INLINE QUANT_INLINE    // always inlined
 
 // ==== Part I: the model =========================================================================
 
@@ -74,7 +76,7 @@ __attribute__((format(printf, 2, 3))) static bool fail(Error *e, const char *for
     va_start(args, format);
     vsnprintf(e->text, sizeof e->text, format, args);
     va_end(args);
-    // names come from the file: no control character reaches a terminal, also none of UTF-8's C1
+    // names come from the file: no control character reaches a terminal, nor does U+0080 to U+009F
     for (uint8_t *c = (uint8_t *)e->text; *c; c++)
         if (*c < ' ' || *c == 127) *c = '?';
         else if (*c == 0xC2 && c[1] >= 0x80 && c[1] < 0xA0) c[0] = c[1] = '?';
@@ -82,63 +84,41 @@ __attribute__((format(printf, 2, 3))) static bool fail(Error *e, const char *for
 }
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
+static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }    // of sizes
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }      // of counts
 
-static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
-QUANT_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-typedef struct { uint8_t *base; size_t size; } Map;   // a mapped file, or memory of mmap; in bytes
-
-// An arena hands out pieces of one block of memory; all sizes are in bytes. plan_scratch and its
-// like run twice: on an arena without a block (base NULL) they only count, then they place their
-// buffers in a block of that size. Setting `used` back lets buffers that never live together share
-// bytes; `peak` is the most in use.
+typedef struct { uint8_t *base; size_t size; } Map;   // bytes: a mapped file, or memory
+// one block of memory, of which buffers are pieces (see section 23); in bytes
 typedef struct { char *base; uint64_t size, used, peak; } Arena;
 
-static void *arena_take(Arena *a, uint64_t count, uint64_t size) {   // 64-byte aligned
-    uint64_t at = a->used;
-    a->used += (count * size + 63) / 64 * 64;
-    a->peak = larger(a->peak, a->used);
-    assert(!a->base || a->used <= a->size);   // both runs take the same
-    return a->base ? a->base + at : NULL;
-}
-
-// a list of token ids in memory that grows by doubling; free(id) when done
-typedef struct { int32_t *id; size_t n, room; } Tokens;
-static bool tokens_room(Tokens *t, size_t n);   // room for n ids in all; false: out of memory
+typedef struct { int32_t *id; size_t n, room; } Tokens;   // a list of ids that grows by doubling
 
 // ---- 2. the types of a model ----
 //
 // A model is its numbers, a Config, and its weights: a Layer for each layer, and what comes before
-// the first and after the last. Part II fills them from a file, and checks all that Part I relies
-// on. Each type begins with what a Llama has: seven sizes (n_layer, dim, n_vocab; n_head, n_kv, hd
-// and ff in a layer) and nine weights a layer. On a first reading stop there: in a Llama the rest
-// is 0, NULL, an empty Norm or a factor of 1, unless its comment says otherwise.
+// the first layer and after the last. Part II fills them from a file, and checks all that Part I
+// relies on. Each type begins with what a Llama has; on a first reading stop at "other families".
+// What stands below that line changes nothing in a Llama.
 
-enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
-enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI,     // SWIGLU_OAI: gpt-oss's
-       ACT_RELU, ACT_XIELU };                             // XIELU: Apertus's, see Layer
-enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };    // it turns pairs (i, i + n_rot/2), or (2i, 2i + 1)
-enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };        // mixers in place of attention: Part III
-enum { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 };          // what makes weights of a router's logits
-enum { FULL, WINDOWED };    // layers: FULL ones see all of Options.window, others Layer.window
+enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };   // RoPE turns pairs (i, i + n_rot/2), or (2i, 2i + 1)
 
 typedef struct {
     int n_layer;               // layers that run
     int dim;                   // width of the residual stream
-    int n_vocab;               // ids that have a logit
+    int n_vocab;               // token ids that have a logit
     int n_ctx;                 // tokens of the longest text in training
-    float eps;                 // added under a norm's root
-    float attn_scale;          // factor of attention's scores: 1/sqrt(hd)
+    int n_rot;                 // values of a head that RoPE turns: all hd, or the first ones
+    float rope_base;           // of RoPE's frequencies: 10000 or more
     int rope;                  // ROPE_HALVES, ROPE_PAIRS or ROPE_NONE
-    int n_rot, n_rot_local;    // values of a head that RoPE turns; in windowed layers (Gemma 3)
-    float rope_base, rope_base_local;   // of RoPE's frequencies; in windowed layers
+    float eps;                 // added under the root of a norm
+    float attn_scale;          // factor of attention's scores: 1/sqrt(hd)
 
-    // -- what other families add --
+    // -- other families --
     char name[32];             // of the architecture
     bool verified;             // its logits are checked against llama.cpp's
     int norm, act;             // NORM_RMS, ...; ACT_SILU, ...
-    bool limit_first;          // the limit of a gate is one of the activation's input (Maple)
-    int n_loops;               // all layers run so often, with caches of their own (Nanbeige)
+    bool limit_first;          // the gate is clamped before its activation, not after (Maple)
+    int n_loops;               // how many times the layers run, each with its own cache (Nanbeige)
     bool causal;               // a token does not see later ones (Llama: true); encoders: it does
     bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
     int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
@@ -146,11 +126,10 @@ typedef struct {
     bool embd_normed;          // embeddings are normed, without weights (Muse)
     float residual_scale;      // factor of what a block adds to the stream (Granite)
     float logit_scale, logit_cap;   // factor of the logits (Granite); their soft cap (Gemma 2) or 0
-    // attention
-    int n_head, hd, vd;        // those of layer 0
+    int n_head, hd, vd;        // of layer 0: Part II derives other numbers from them
     int window;                // tokens that a query sees in windowed layers, itself included
-    int span;                  // instead, it sees its own span of so many tokens (Llama 4); 0: none
-    int n_exact;               // sparse attention sees all of so many tokens (DeepSeek 3.2); or 0
+    int span;                  // instead, it sees its own span of this many tokens (Llama 4); or 0
+    int n_exact;               // up to this many tokens sparse attention sees all (DeepSeek); or 0
     float attn_cap;            // soft cap of the scores (Gemma 2); 0: none
     float clamp_qkv;           // q, k and v are held within -clamp_qkv .. clamp_qkv (OLMo); 0: not
     bool qk_norm_late;         // queries and keys are normed after RoPE, not before (Hunyuan)
@@ -158,12 +137,13 @@ typedef struct {
     bool softplus_gates;       // gates pass softplus, not a sigmoid (Laguna)
     float value_scale;         // factor of attention's result (MiMo 2)
     // positions, see Part III
+    int n_rot_local;           // n_rot of windowed layers
+    float rope_base_local;     // rope_base of windowed layers (Gemma 3)
     bool local_unscaled;       // windowed layers ignore the scaling that follows
     int n_ctx_orig;            // n_ctx before the scaling
     float rope_factor, rope_mag;   // frequencies are divided by it; factor of cosines and sines
-    bool yarn;                 // YaRN slows low frequencies only:
-    float yarn_fast, yarn_slow;   // between so many turns in n_ctx_orig tokens it blends
-    float yarn_log;            // cosines grow by (1 + a) / (1 + yarn_log a), a = ln(rope_factor)/10
+    bool yarn;                 // YaRN slows low frequencies only, see rope_scaling
+    float yarn_fast, yarn_slow, yarn_log;
     int section[4];            // M-RoPE: pairs for an image's time, height, width; the last: unused
     bool sections_mixed;       // the sections take turns (Qwen3-VL)
     float alibi;               // ALiBi's largest bias (BLOOM), see alibi_slopes; 0: no ALiBi
@@ -196,24 +176,22 @@ typedef struct {
     const uint8_t *data;       // [rows] rows of cols weights; NULL: there is none
     int type;                  // of the weights, as ggml (llama.cpp's library) numbers the formats
     int64_t rows, cols;
+    // -- other families --
     const float *bias;         // [rows], or [experts][rows], or NULL
     const float *scale;        // [1] factor of the product, or [experts], or NULL
     size_t step;               // bytes from one expert's matrix to the next
-    int x_step, out_step;      // floats from one token's input, or output, to the next one's; 0:
-                               // cols, rows. Larger where w is one head's, x or out all heads'
+    int x_step, out_step;      // floats from a token's input, output to the next; 0: cols, rows
 } Matrix;
 
-// A norm: weights w [n] and biases b [n], each or NULL. They serve n values of the row, then start
-// over. Each `group` of the row is normed by itself; 0: all of it, as of x (n = dim). So heads
-// [n_head][hd] are normed each by itself, with the same weights (n = group = hd) or its own (n =
-// n_head * hd, group = hd), or as one row (n = n_head * hd, group = 0).
+// A norm has weights w [n]. Those of a Llama serve a whole row of the stream, and n is dim. Other
+// families add biases b [n], and norm heads [n_head][hd]: each by itself (group = hd), all with
+// the same weights (n = hd) or each with its own (n = n_head * hd); or all as one row (group = 0).
 typedef struct { const float *w, *b; int n, group; float eps; } Norm;   // eps 0: the model's
 
 typedef struct {
     int n_head, n_kv;          // query heads, key-value heads; n_kv 0: no attention
     int hd, vd;                // width of a head's query and key; of its value (in a Llama hd)
-    int n_rot;                 // values of a head that RoPE turns: Config's n_rot, or n_rot_local
-    bool rotated;              // by RoPE
+    int n_rot;                 // values of a head that RoPE turns
     int ff;                    // width of the FFN, or of an expert
     // in the order of use
     Norm attn_norm;            // [dim]
@@ -225,29 +203,28 @@ typedef struct {
     Matrix gate, up;           // [ff][dim] each
     Matrix down;               // [dim][ff]
 
-    // -- what other families add --
+    // -- other families --
     int window;                // tokens that a query sees; 0: the session's window
     int source;                // the layer whose cache it reads; in a Llama itself
+    bool rotated;              // RoPE turns its queries and keys; in a Llama true
     bool side_by_side;         // attention and FFN read the same stream (GPT-NeoX)
     Norm attn_post_norm, ffn_post_norm;   // [dim] of attention's result, of the FFN's (Gemma 2)
-    Norm attn_norm_2;          // [dim] one more after attention (JinaBERT)
-    const float *out_scale;    // [1] factor of the stream after the layer, or NULL
-    Norm last_norm;            // [dim] of the stream after the layer (Nanbeige)
+    Norm attn_norm_2, last_norm;   // [dim] after attention (JinaBERT), after the layer (Nanbeige)
+    const float *out_scale;    // [1] factor of the stream after the layer (Gemma 4), or NULL
     Norm q_norm, k_norm;       // of heads, see Norm (Qwen 3); n 0: none
-    bool heads_alone;          // they allow work on one head alone; in a Llama true
-    Matrix attn_gate;          // [n_head] or [n_head * vd][dim] gates of attention's result: or q
-                               // holds them, in [n_head][2 * hd] rows; or none
+    bool heads_alone;          // neither norm spans several heads; in a Llama true
+    Matrix attn_gate;          // [n_head or n_head * vd][dim] gates of attention, if q has none
     const float *sinks;        // [n_head] a score beside those of the keys (gpt-oss), or NULL
     float limit_ffn, limit_experts;   // of act(gate) and up (Step 3.5); 0: none
-    struct { float alpha_n, alpha_p, beta, eps; } xielu;   // see xielu
+    struct { float alpha_n, alpha_p, beta, eps; } xielu;   // (Apertus)
     // experts: gate, up and down hold those of all, a step apart
     int n_used;                // experts that a token uses
     Matrix router;             // [n_expert][dim]
     const float *router_bias;  // [n_expert] for the choice only, or NULL
     Matrix shared_gate, shared_up, shared_down;   // an FFN for every token
     Matrix shared_router;      // [1][dim] makes its weight
-    Matrix latent_down, latent_up;   // [wide][dim], [dim][wide]: experts of another width
-    Norm router_norm, expert_norm, expert_post, shared_post;   // [dim], beside a dense FFN
+    Matrix latent_down, latent_up;   // [wide][dim], [dim][wide]: experts read another width
+    Norm router_norm, expert_norm, expert_post, shared_post;   // [dim] (Gemma 4, see load_experts)
     // latent attention, where there is a k_b
     Matrix q_a;                // [q.cols][dim]: q is two products
     Norm q_a_norm, latent_norm;   // [q.cols], [lora]
@@ -273,8 +250,13 @@ typedef struct {
     Layer *layers;             // [n_layer]
     Norm out_norm;             // [dim]
     Matrix output;             // [n_vocab][dim]; it may be embd
+    // the file
+    struct Gguf *gguf;
+    struct Tokenizer *tokenizer;   // see Part IV
+    Map *owned;                // [n_owned] copies of weights that had to be changed
+    size_t n_owned;
 
-    // -- what other families add --
+    // -- other families --
     Norm embd_norm;            // [dim] of the embeddings (BLOOM)
     Matrix pos_embd;           // [n_ctx][dim] learned positions (GPT-2), or none
     Matrix type_embd;          // its first row is added to each embedding (BERT), or none
@@ -283,12 +265,11 @@ typedef struct {
     Matrix layer_embd, layer_proj;   // [ids][n_layer * per_layer], [n_layer * per_layer][dim]
     Norm layer_norm;           // [per_layer]
     Tokens suppressed;         // ids that are never sampled
-    // the file
-    struct Gguf *gguf;
-    struct Tokenizer *tokenizer;   // see Part IV
-    Map *owned;                // [n_owned] copies of weights that had to be changed
-    size_t n_owned;
 } Model;
+
+enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
+enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI, ACT_RELU, ACT_XIELU };
+enum { FULL, WINDOWED };   // kinds of layers: FULL ones see Options.window, others Layer.window
 
 // ---- 3. the types of a session ----
 
@@ -302,32 +283,34 @@ typedef struct {               // no defaults: all 0 is greedy
     uint64_t seed;
 } Sampling;
 
+enum { LOGIT_ROWS = 16 };      // rows of logits that are made at once: their buffer is large
+enum { FEW = 8 };   // up to FEW tokens that run at once each get exactly the floats they get alone
+
 typedef struct {               // 0: the default, here in brackets
     int window;                // tokens that a query sees, itself included (n_ctx, at most 4096)
     int keep;                  // the first `keep` tokens stay in sight of FULL layers (0)
     int chunk;                 // tokens of the prompt that run at once (512; on a GPU more)
     int threads;               // (all CPUs)
-    int draft;                 // most ids that are guessed at once, at most FEW - 1 (0: none)
+    int draft;                 // most tokens that are guessed at once, at most FEW - 1 (0: none)
     bool cpu, gpu_block;       // no GPU; on a GPU, half a layer in one launch
     Sampling sampling;         // (greedy)
 } Options;
 
-// What one layer remembers of earlier tokens: for attention their keys and values, in a ring of
-// rows (see section 8); for a recurrent mixer the last inputs of its convolution, and a state.
+// What one layer remembers of earlier tokens: their keys and values, in a ring of rows that section
+// 8 explains. (A recurrent mixer remembers the last inputs of its convolution, and a state.)
 typedef struct {
     uint16_t *k;               // [n_kv][rows][hd] f16, with RoPE applied
     uint16_t *v;               // [n_kv][rows][vd] f16; latent attention: v == k
     int32_t *pos;              // [rows] position in each row, -1: empty
     int rows;
     int window, keep;          // a query sees `window` tokens, and the first `keep` ones
-    float *conv, *state;       // of recurrent mixers (Part III): [taps-1][channels]; a memory
+    float *conv, *state;       // [taps-1][channels]; the recurrent state, see Part III
 } Cache;
 
-typedef struct { float logit; int32_t id; } Candidate;   // for the next token
+typedef struct { float logit; int32_t id; } Candidate;   // for the next token (or an expert group)
+typedef struct { bool (*fn)(void *ctx, int32_t id); void *ctx; } OnToken;   // fn: false stops
 typedef struct Pool Pool;      // threads
 
-enum { LOGIT_ROWS = 16 };      // rows of logits that are made at once: their buffer is large
-enum { FEW = 8 };              // so many tokens of a chunk, or fewer, each get the bits of decode
 
 typedef struct Session {
     const Model *m;
@@ -337,21 +320,21 @@ typedef struct Session {
     Cache *cache;              // [n_layer]
     Tokens history;            // the text evaluated so far, and room for one more token
     uint64_t rng;
-    // NULL, or called before each chunk and at the end: `done` of n tokens are cached, of which
-    // `reused` were already; false stops
-    bool (*on_chunk)(void *ctx, int reused, int done, int n);
-    void *ctx;                 // for on_chunk
     struct Gpu *gpu;           // see metal.c; NULL: the CPU does the work
+    // on_chunk, unless NULL, is called before each chunk and at the end: `done` of n tokens are
+    // cached, of which `reused` were already; false stops
+    bool (*on_chunk)(void *ctx, int reused, int done, int n);
+    void *ctx;
     // what forward works on, for its row functions
     const int32_t *ids;        // [n] tokens of the chunk
     int n, pos, l;             // how many; position of the first; layer
-    // its buffers; n: at most a chunk; rows: the larger of n and n_used, of experts
+    // its buffers, for the n tokens of a chunk
     float *x;                  // [n][dim] the residual stream
-    float *normed;             // [n][dim] the normed copy of x that a block reads
-    float *out;                // [n][dim] the result of a block
+    float *normed;             // [n][dim] the normed copy of x that attention or the FFN reads
+    float *out;                // [n][dim] the result of attention or the FFN
     float *q, *k, *v;          // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd]
-    float *att;                // [n][n_head][vd] the result of attention
-    float *gate, *up;          // [n][ff] of an FFN; [rows][ff] of experts
+    float *att;                // [n][n_head][vd] the result of attention (or of a mixer)
+    float *gate, *up;          // [n][ff]; [rows][ff] of experts
     float *logits;             // [LOGIT_ROWS][n_vocab]
     Candidate *candidates;     // [n_vocab] of the sampler
     float *penalized;          // [n_vocab] logits, after its penalty
@@ -362,45 +345,46 @@ typedef struct Session {
     float rope_mag[2];         // a factor of the cosines and sines
     Arena op_scratch;          // of matmul and attention
 
-    // -- what other families add --
+    // -- other families -- rows: n or, if that is more, n_used: the choices that run at once
     float *slopes;             // [n_head] of ALiBi
     float *inputs;             // [n][n_layer][per_layer] each layer's own
     float *mix;                // [n][n_head][2 * hd] q with gates, or latent queries; of recurrent
                                // mixers [conv-1 + n][channels]
-    float *z;                  // [n][..] gates
+    float *z;                  // [n][..] gates; of latent attention the input of q
     float *beta_alpha, *write_gate;   // [n][2 * n_value], [n][n_value] of the delta rule
     float *decay;              // [n][n_value] of it, in KDA [n][n_value][dk]
-    float *route;              // [n][n_expert] the router's logits
+    float *route;              // [n][n_expert] the logits of a router
     int32_t *chosen;           // [n][n_used] a token's experts, the best first: its choices
     float *weight;             // [n][n_used] of the choices
     int32_t *order;            // [n * n_used] indices of all choices, sorted by expert
     float *gathered, *expert_out;     // [rows][dim or wide] what experts read; their results
     float *latent, *latent_sum;       // [n][wide] input and result of latent experts
     float *recurrent;          // [n_recurrent] conv and state of all layers
-    float *saved;              // [n_recurrent] a copy of it, the snapshot: the states at saved_pos
     size_t n_recurrent;        // floats
-    int saved_pos;             // -1: there is no snapshot
-    float *unguessed;          // [n_recurrent] another copy: the states before the last guesses
+    float *saved, *unguessed;  // [n_recurrent] copies: the snapshot; the states before guesses
+    int saved_pos;             // where the snapshot was made; -1: there is none
     int unseen;                // tokens at the history's end that the states have not seen
 } Session;
 
 // ---- 4. what the other parts provide ----
 //
-// Part I knows the other parts by these prototypes; those of memory follow in section 8.
+// Part I knows the other parts by these prototypes. Those of other families can wait.
+
+static bool tokens_room(Tokens *t, size_t n);   // makes room for n ids; false: out of memory
+static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
 
 // Threads. parallel calls fn once for each task i = 0 .. n-1, in any order, on several threads, and
-// waits for all. ctx is what they work on; a task may use buffers that it picks by its thread.
+// waits for all. ctx is what they work on; `thread` picks a buffer that no other running task has.
 typedef struct { void *ctx; int i, thread; } Task;
 typedef void TaskFn(Task t);
-
 static int count_cpus(void);           // how many this process should use
 static Pool *pool_open(int threads);   // NULL: they cannot be started
-static void pool_close(Pool *p);       // NULL is fine
+static void pool_close(Pool *p);       // p may be NULL
 static void parallel(Pool *p, TaskFn *fn, void *ctx, int n);
 
 // A matrix product of n tokens, out [n][rows] = scale * x [n][cols] * transposed w + bias, which
-// plain_matmul defines. matmul runs k <= MAX_JOBS of them together, which may share x. Scratch is
-// taken from the arena and given back; with an arena that only counts, nothing is computed.
+// plain_matmul defines. matmul runs k <= MAX_JOBS of them at the same time. It takes scratch from
+// the arena and gives it back; if the arena only counts, nothing is computed.
 enum { MAX_JOBS = 64 };
 typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
 static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
@@ -415,45 +399,33 @@ typedef struct {
     int pos, n;                // queries at pos .. pos+n-1
     int n_head, n_kv, hd, vd, v_step;
     int window, keep, ahead, span_start;   // what a query sees, see attention_sees
-    float scale;               // of the scores
-    float softcap;             // of the scores; 0: none
+    float scale, softcap;      // of the scores; their soft cap, or 0
     const float *sinks, *slopes;   // [n_head] or NULL
 } Attention;
 static void attention(Pool *p, Arena *a, const Attention *x);
 
 // Rows of numbers
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
-static void cache_finite(uint16_t *v, int n, uint16_t *key);   // a NaN in v moves to key: then only
-                                          // queries that see the row get it
-static inline float exp_fast(float x);    // e^x, relative error 1e-7, as vector code in loops
-static void clamp(float *x, int64_t n, float limit);       // to -limit .. limit; 0: not at all
-static void soft_cap(float *x, size_t n, float cap);       // x = cap * tanh(x / cap)
-// the sum of all x - mean, or of their squares, in 16 lanes: SIMD without -ffast-math
-static float sum16(const float *x, int n, float mean, bool squares);
+static inline float exp_fast(float x);   // e^x, relative error 1e-7; loops of it are vector code
+static float sum16(const float *x, int n, float mean, bool squares);   // of x - mean, in 16 lanes
+static void soft_cap(float *x, size_t n, float cap);   // x = cap * tanh(x / cap)
+// Makes values v [n] finite, because 0 * NaN is a NaN, which would get into the results of queries
+// that do not see their row. Instead the row's key gets a NaN, and so the queries that see it.
+static void cache_finite(uint16_t *v, int n, uint16_t *key);
 
-// A step for row i of a chunk, or for share i of all its work; arg is what else it works on.
-typedef void RowFn(Session *s, const void *arg, size_t i);
+// The sampler's sorting: sort_top brings the k best of c [n] to the front, in order; sort_share so
+// many that their weights (exp(logit - best)) reach a sum. sample_candidates makes candidates of
+// logits l [n] that may be among the k best (0: of all), and returns how many.
+static void sort_top(Candidate *c, size_t n, size_t k);
+static void sort_share(Candidate *c, size_t n, double sum);
+static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k);
 
-// Blocks of other families, which read s->normed and leave their result in s->out
-static void experts(Session *s);
-static void recurrent(Session *s);
-static void latent_attention(Session *s);
-typedef struct Sum Sum;
-static void add_layer_input(Session *s, Sum *sum);   // adds s->out by it; then both are its own
-
-// Steps of other families, which are not called or change nothing in a plain Llama
-static void make_layer_inputs(Session *s);
-static void add_embeddings(Session *s, float *x, size_t i);   // x += those of its position, type
-static void split_gate_row(Session *s, const void *w, size_t i);   // s->mix to queries and gates
-static void gate_attention(Session *s, float *x, int width);
-static void sharpen(const Session *s, float *q, size_t n, int pos);
-static void activate(float *out, const float *gate, const float *up, int n, int act);
-static void activate_limited(const Config *c, float *gate, float *up, int n, float limit);
-static void xielu(float *x, int n, const Layer *w);
-static float rope_scaling(const Model *m, int kind, int window, double *freq);
-static void alibi_slopes(float *slope, int n_head, float max_bias);
-
-static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
+// Memory. A plan takes buffers from an arena. place_plan runs it twice, to count and to place them.
+static void *arena_take(Arena *a, uint64_t count, uint64_t size);   // 64-byte aligned
+typedef void Plan(Session *s, Arena *a);
+static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e);
+static Plan plan_scratch, plan_states;   // what forward works on; states of recurrent layers
+static void copy_states(Session *s, float *to, const float *from);
 
 // A GPU (metal.c) runs the whole model on a Session's buffers. False: there is none, or it failed,
 // and the CPU does the work. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row
@@ -463,8 +435,31 @@ static void gpu_open(Session *s), gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
 static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
-static void gpu_store(Session *s, bool states);   // the CPU changed positions; states: these, too
+static void gpu_store(Session *s, bool states);   // after the CPU wrote positions, and states
 static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes);   // of the states
+
+typedef void RowFn(Session *s, const void *arg, size_t i);   // a step for row i of a chunk
+
+// -- other families: blocks, which read s->normed and leave their result in s->out --
+static void mix_tokens(Session *s);   // latent or recurrent, in place of attention or beside it
+static void experts(Session *s);      // in place of the FFN
+static void make_layer_inputs(Session *s), add_layer_input(Session *s);   // one more block
+
+// Steps. What is called without a condition changes nothing in a Llama.
+static void add_embeddings(Session *s, float *x, size_t i);   // x += those of its position, type
+static float rope_scaling(const Model *m, int kind, int window, double *freq);
+static void alibi_slopes(float *slope, int n_head, float max_bias);
+static void before_rope(const Session *s, float *q, int n_head, float *k, float *v, int n_kv);
+static void after_rope(const Session *s, float *q, int n_head, float *k, int n_kv, int pos);
+static void see_more(const Session *s, Attention *a);
+static bool has_gates(const Layer *w), adds_more(const Layer *w);
+static void project_more(Session *s), gate_attention(Session *s, float *x, int width);
+typedef struct { const Matrix *gate, *up, *down; float limit; } Ffn;
+static void activate_more(const Session *s, const Ffn *f, float *gate, float *up);
+static RowFn add_more_row;
+static bool check_more(const Session *s, int n, Error *e);   // can the model run n tokens?
+static bool generate_guessing(Session *s, const int32_t *ids, int n, int n_predict, OnToken f,
+                              Error *e);
 
 // ---- 5. ops ----
 //
@@ -489,16 +484,19 @@ static void norm(float *out, const float *x, int n, const Norm *w, int kind, flo
 
 // RoPE (arXiv 2104.09864) turns each pair of values by its angle at this position, so that the
 // product of a query and a key depends on how far apart they are. turn [n_rot]: cos, sin of each.
-QUANT_INLINE void rope(float *x, const float *turn, int n_rot, int pairing) {
-    bool neighbours = pairing == ROPE_PAIRS;
-    int step = neighbours ? 2 : 1;            // from a pair to the next
-    int apart = neighbours ? 1 : n_rot / 2;   // the two of a pair
+// From a pair to the next it is `step` values, and the two of a pair lie `apart`.
+INLINE void turn_pairs(float *x, const float *turn, int n_rot, int step, int apart) {
     for (int i = 0; i < n_rot / 2; i++) {
         float cosine = turn[2 * i], sine = turn[2 * i + 1];
         float *a = x + i * step, *b = a + apart, old = *a;
         *a = old * cosine - *b * sine;
         *b = old * sine + *b * cosine;
     }
+}
+
+static void rope(float *x, const float *turn, int n_rot, int pairing) {
+    if (pairing == ROPE_PAIRS) turn_pairs(x, turn, n_rot, 2, 1);   // (0, 1), (2, 3), ...
+    else turn_pairs(x, turn, n_rot, 1, n_rot / 2);                 // (0, n_rot/2), ...
 }
 
 // SwiGLU (arXiv 2002.05202): out = silu(gate) * up, where silu(x) is x * sigmoid(x)
@@ -530,8 +528,13 @@ static void matrix_row(const Matrix *w, int64_t r, float *out) {
 //                x += ffn(norm(x))              each token by itself
 //   logits = output * norm(x)           [n_vocab], in output_logits
 //
-// A block, attention or FFN, reads s->normed and leaves in s->out what is added to the stream. All
-// steps but products and attention go row by row, a task for each token or a share of its heads.
+// Attention and the FFN read s->normed, and leave in s->out what is added to the stream. Products
+// and attention run for all n tokens at once, the other steps token by token: a row function each.
+// What forward calls stands below it, in the order of use.
+
+static RowFn embed_row, angles_row, norm_row, qkv_share, activate_row, add_row;
+static void attention_block(Session *s), attend(Session *s);
+static void ffn(Session *s, const Ffn *f, float *out);
 
 typedef struct { Session *s; RowFn *fn; const void *arg; } RowTask;
 static void run_row(Task t) {
@@ -539,27 +542,62 @@ static void run_row(Task t) {
     r->fn(r->s, r->arg, t.i);
 }
 
-// Calls fn for rows 0 .. n-1, on all threads. While count_op_scratch runs forward to learn how much
-// scratch it takes, there are no buffers, and each_row does nothing.
+// Calls fn for rows 0 .. n-1, on all threads. But to learn how much scratch it takes, forward also
+// runs dry, without buffers: then only matmul and attention do something, they count.
 static void each_row(Session *s, RowFn *fn, const void *arg, int n) {
     if (s->op_scratch.base) parallel(s->pool, run_row, &(RowTask){s, fn, arg}, n);
 }
 
-// out [n][rows] = x [n][cols] * transposed w: one product for the chunk's tokens
+// out [n][rows] = x [n][cols] * transposed w
 static void product(Session *s, const Matrix *w, const float *x, float *out) {
     matmul(s->pool, &s->op_scratch, &(Matmul){w, x, out, s->n}, 1);
 }
 
-// x = the token's embedding
-static void embed_row(Session *s, const void *arg, size_t i) {
+static void forward(Session *s, const int32_t *ids, int n, int pos) {
+    const Config *c = &s->m->config;
+    assert(n > 0 && n <= s->o.chunk);
+    s->ids = ids;
+    s->n = n;
+    s->pos = pos;
+    each_row(s, embed_row, s->m, n);
+    if (c->per_layer) make_layer_inputs(s);   // Gemma 4
+    each_row(s, angles_row, c, n);
+    for (s->l = 0; s->l < c->n_layer; s->l++) {
+        const Layer *w = &s->m->layers[s->l];
+        RowFn *add = adds_more(w) ? add_more_row : add_row;   // more: Gemma 2 norms results
+        // SmallThinker chooses experts here
+        if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
+
+        // x += attention(norm(x)): tokens look at each other
+        if (w->n_kv || w->mixer) {   // Nemotron-H: a layer has attention or an FFN
+            each_row(s, norm_row, &w->attn_norm, n);
+            if (w->k_b.data || w->mixer) mix_tokens(s);   // DeepSeek; Qwen3-Next, LFM2
+            else attention_block(s);
+            // GPT-NeoX: side by side with attention, the FFN reads the stream as it was
+            if (w->side_by_side && w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
+            each_row(s, add, &w->attn_post_norm, n);
+        }
+
+        // x += ffn(norm(x)): each token by itself
+        if (w->up.data) {
+            if (!w->side_by_side) each_row(s, norm_row, &w->ffn_norm, n);
+            if (w->router.data) experts(s);   // Mixtral
+            else ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
+            each_row(s, add, &w->ffn_post_norm, n);
+            if (w->input_gate.data) add_layer_input(s);   // Gemma 4
+        }
+    }
+}
+
+static void embed_row(Session *s, const void *arg, size_t i) {   // x = the token's embedding
     const Model *m = arg;
     float *x = s->x + i * m->config.dim;
     matrix_row(&m->embd, s->ids[i], x);
-    scale(x, m->config.dim, m->config.embd_scale);
-    add_embeddings(s, x, i);
+    scale(x, m->config.dim, m->config.embd_scale);   // Gemma
+    add_embeddings(s, x, i);                         // GPT-2, BERT
 }
 
-// the cosines and sines of a position, for both kinds of layers
+// the cosines and sines of a token's position, for FULL layers and, in other families, WINDOWED
 static void angles_row(Session *s, const void *arg, size_t i) {
     const Config *c = arg;
     int n_rot[] = {[FULL] = c->n_rot, [WINDOWED] = c->n_rot_local};
@@ -573,185 +611,98 @@ static void angles_row(Session *s, const void *arg, size_t i) {
     }
 }
 
-// normed = norm(x), or x where there is no norm
-static void norm_row(Session *s, const void *arg, size_t i) {
+static void norm_row(Session *s, const void *arg, size_t i) {   // normed = norm(x)
     const Config *c = &s->m->config;
     const Norm *w = arg;
     float *x = s->x + i * c->dim, *to = s->normed + i * c->dim;
-    if (w->w || c->norm == NORM_BARE) norm(to, x, c->dim, w, c->norm, c->eps);
-    else memcpy(to, x, c->dim * sizeof *to);
+    bool none = !w->w && c->norm != NORM_BARE;   // OLMo 2 norms results instead
+    if (none) memcpy(to, x, c->dim * sizeof *to);
+    else norm(to, x, c->dim, w, c->norm, c->eps);
 }
 
-// x += out: what a block computed joins the stream. All else is NULL or empty in a Llama.
-struct Sum {
-    const Norm *post;          // of out before the sum; in an encoder of the sum
-    const Norm *again;         // then the block's input is added, too, and the sum normed
-    const float *scale;        // [1] factor of the stream after the sum
-    const Norm *last;          // of the stream after that
-};
-
-static void add_row(Session *s, const void *arg, size_t i) {
-    const Config *c = &s->m->config;
-    const Sum *sum = arg;
-    bool normed = sum->post && sum->post->w;
-    float *x = s->x + i * c->dim, *out = s->out + i * c->dim;
-    if (normed && !c->encoder) norm(out, out, c->dim, sum->post, c->norm, c->eps);
-    add_scaled(x, out, c->dim, c->residual_scale);
-    if (sum->scale) scale(x, c->dim, *sum->scale);
-    if (sum->last && sum->last->w) norm(x, x, c->dim, sum->last, c->norm, c->eps);
-    if (normed && c->encoder) norm(x, x, c->dim, sum->post, c->norm, c->eps);
-    if (!sum->again || !sum->again->w) return;
-    add_scaled(x, s->normed + i * c->dim, c->dim, 1);
-    norm(x, x, c->dim, sum->again, c->norm, c->eps);
+static void attention_block(Session *s) {   // out = o * attention(q, k, v of normed)
+    const Layer *w = &s->m->layers[s->l];
+    int n = s->n, shares = 1;
+    bool gates = has_gates(w);   // Qwen3-Next
+    Matmul qkv[] = {{&w->q, s->normed, s->q, n},
+                    {&w->k, s->normed, s->k, n},
+                    {&w->v, s->normed, s->v, n}};
+    if (gates || !w->k.rows) project_more(s);
+    else matmul(s->pool, &s->op_scratch, qkv, 3);
+    if (n <= FEW && w->heads_alone) shares = w->n_kv;   // in decode, so that all threads have work
+    each_row(s, qkv_share, &shares, n * shares);
+    attend(s);
+    if (gates) gate_attention(s, s->att, w->vd);
+    product(s, &w->o, s->att, s->out);
 }
 
-// the row of a position: the first keep rows are pinned, the rest is a ring
+// the row of a position in the cache: the first keep rows are pinned, the rest is a ring
 static int cache_row(const Cache *cache, int pos) {
     int keep = cache->keep;
     return pos < keep ? pos : keep + (pos - keep) % (cache->rows - keep);
 }
 
-// Clamps, norms and rotates queries or keys x [heads][hd]; turn: the position's cosines and sines.
-static void prepare_heads(const Session *s, float *x, int heads, const Norm *w, const float *turn) {
-    const Config *c = &s->m->config;
-    const Layer *layer = &s->m->layers[s->l];
-    int hd = layer->hd, n_rot = layer->n_rot;
-    clamp(x, heads * hd, c->clamp_qkv);
-    if (w->n && !c->qk_norm_late) norm(x, x, heads * hd, w, c->norm, c->eps);
-    for (int h = 0; layer->rotated && h < heads; h++) {   // two inlined copies, pairing constant
-        if (c->rope == ROPE_HALVES) rope(x + h * hd, turn, n_rot, ROPE_HALVES);
-        else rope(x + h * hd, turn, n_rot, ROPE_PAIRS);
-    }
-    if (w->n && c->qk_norm_late) norm(x, x, heads * hd, w, c->norm, c->eps);
-}
-
-// Prepares queries and keys, and writes keys and values to the cache. The heads of each token are
-// dealt out in *arg equal shares, so q is [n][shares][n_head / shares][hd]; i counts shares.
+// Turns queries and keys by RoPE, and writes keys and values to the cache: all of token i or, if
+// heads are dealt out in *arg equal shares, share i % *arg of token i / *arg.
 static void qkv_share(Session *s, const void *arg, size_t i) {
-    const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
     Cache *cache = &s->cache[s->l];
     int shares = *(const int *)arg, token = i / shares, share = i % shares;
-    int pos = s->pos + token, row = cache_row(cache, pos);
-    int n_head = w->n_head / shares, n_kv = w->n_kv / shares;   // of a share
+    int pos = s->pos + token, row = cache_row(cache, pos), pairing = s->m->config.rope;
+    int n_head = w->n_head / shares, n_kv = w->k.rows ? w->n_kv / shares : 0;   // 0: Gemma 4
     float *q = s->q + i * n_head * w->hd, *k = s->k + i * n_kv * w->hd;
     float *v = s->v + i * n_kv * w->vd;
     const float *turn = s->angles[w->window ? WINDOWED : FULL] + token * w->n_rot;
-    prepare_heads(s, q, n_head, &w->q_norm, turn);
-    sharpen(s, q, n_head * w->hd, pos);
-    if (!w->k.rows) return;   // another layer's cache is read
-    prepare_heads(s, k, n_kv, &w->k_norm, turn);
-    clamp(v, n_kv * w->vd, c->clamp_qkv);
-    if (c->values_normed) norm(v, v, n_kv * w->vd, &(Norm){.group = w->vd}, NORM_RMS, c->eps);
+    before_rope(s, q, n_head, k, v, n_kv);   // Qwen 3 norms heads
+    for (int h = 0; w->rotated && h < n_head; h++) rope(q + h * w->hd, turn, w->n_rot, pairing);
+    for (int h = 0; w->rotated && h < n_kv; h++) rope(k + h * w->hd, turn, w->n_rot, pairing);
+    after_rope(s, q, n_head, k, n_kv, pos);
     for (int h = 0; h < n_kv; h++) {
         size_t at = (size_t)(share * n_kv + h) * cache->rows + row;
-        narrow(k + h * w->hd, w->hd, cache->k + at * w->hd);
-        narrow(v + h * w->vd, w->vd, cache->v + at * w->vd);
-        cache_finite(cache->v + at * w->vd, w->vd, cache->k + at * w->hd);
+        uint16_t *to_k = cache->k + at * w->hd, *to_v = cache->v + at * w->vd;
+        narrow(k + h * w->hd, w->hd, to_k);
+        narrow(v + h * w->vd, w->vd, to_v);
+        cache_finite(to_v, w->vd, to_k);
     }
     if (share == 0) cache->pos[row] = pos;
 }
 
-// s->att = attention of s->q over the layer's cache
-static void attend(Session *s) {
-    const Config *c = &s->m->config;
+static void attend(Session *s) {   // s->att = attention of s->q over the layer's cache
     const Layer *w = &s->m->layers[s->l];
     const Cache *cache = &s->cache[s->l];
     Attention a = {.q = s->q, .out = s->att, .k = cache->k, .v = cache->v, .pos_k = cache->pos,
                    .rows = cache->rows, .pos = s->pos, .n = s->n, .n_head = w->n_head,
                    .n_kv = w->n_kv, .hd = w->hd, .vd = w->vd, .v_step = w->vd,
-                   .window = cache->window, .keep = cache->keep, .scale = c->attn_scale,
-                   .softcap = c->attn_cap, .sinks = w->sinks};
-    if (cache->v == cache->k) a.v_step = w->hd;         // latent attention
-    if (!c->causal) a.ahead = cache->window - 1;        // encoders see both ways
-    if (c->span && w->window) a.span_start = s->pos / c->span * c->span;   // a chunk is in one span
-    if (c->alibi > 0) a.slopes = s->slopes;
+                   .window = cache->window, .keep = cache->keep,
+                   .scale = s->m->config.attn_scale};
+    see_more(s, &a);   // Gemma 2, gpt-oss, BERT, ...
     attention(s->pool, &s->op_scratch, &a);
 }
 
-static void attention_block(Session *s) {
-    const Layer *w = &s->m->layers[s->l];
-    bool q_gates = w->q.rows > w->n_head * w->hd;   // q makes gates, too; not in a Llama
-    int n = s->n, jobs = w->k.rows ? 3 : 1;
-    int shares = n <= FEW && w->heads_alone ? w->n_kv : 1;   // in decode all threads share a token
-    Matmul in[4] = {{&w->q, s->normed, q_gates ? s->mix : s->q, n},
-                    {&w->k, s->normed, s->k, n},
-                    {&w->v, s->normed, s->v, n}};
-    if (w->attn_gate.data) in[jobs++] = (Matmul){&w->attn_gate, s->normed, s->z, n};
-    matmul(s->pool, &s->op_scratch, in, jobs);
-    if (q_gates) each_row(s, split_gate_row, w, n);
-    each_row(s, qkv_share, &shares, n * shares);
-    attend(s);
-    if (q_gates || w->attn_gate.data) gate_attention(s, s->att, w->vd);
-    product(s, &w->o, s->att, s->out);
-}
-
-typedef struct { const Matrix *gate, *up, *down; float limit; } Ffn;
-static void activate_row(Session *s, const void *arg, size_t i) {   // up = silu(gate) * up
-    const Ffn *f = arg;
-    int ff = f->up->rows, act = s->m->config.act;
-    float *up = s->up + i * ff, *gate = f->gate->data ? s->gate + i * ff : NULL;
-    if (act == ACT_XIELU) xielu(up, ff, &s->m->layers[s->l]);
-    else if (gate && f->limit > 0) activate_limited(&s->m->config, gate, up, ff, f->limit);
-    else if (gate && act == ACT_SILU) swiglu(up, gate, up, ff);
-    else activate(up, gate, up, ff, act);
-}
-
-// out [n][dim] = down * (silu(gate * normed) * (up * normed))
-static void ffn(Session *s, const Ffn *f, float *out) {
-    int n = s->n;
-    Matmul in[] = {{f->up, s->normed, s->up, n}, {f->gate, s->normed, s->gate, n}};
-    matmul(s->pool, &s->op_scratch, in, f->gate->data ? 2 : 1);
-    each_row(s, activate_row, f, n);
+static void ffn(Session *s, const Ffn *f, float *out) {   // out = down * (silu(gate) * up)
+    Matmul in[] = {{f->up, s->normed, s->up, s->n}, {f->gate, s->normed, s->gate, s->n}};
+    matmul(s->pool, &s->op_scratch, in, f->gate->data ? 2 : 1);   // StarCoder 2 has no gate
+    each_row(s, activate_row, f, s->n);
     product(s, f->down, s->up, out);
 }
 
-// Tokens look at each other, by attention, by a memory of fixed size, or by both: these read the
-// same input, and s->out has room for one result, so attention's is added here.
-static void mix_tokens(Session *s, const Layer *w) {
-    if (w->k_b.data) latent_attention(s);
-    else if (w->n_kv) attention_block(s);
-    if (w->n_kv && w->mixer) each_row(s, add_row, &(Sum){0}, s->n);
-    if (w->mixer) recurrent(s);
+static void activate_row(Session *s, const void *arg, size_t i) {   // up = silu(gate) * up
+    const Ffn *f = arg;
+    int ff = f->up->rows;
+    float *gate = s->gate + i * ff, *up = s->up + i * ff;
+    bool plain = s->m->config.act == ACT_SILU && f->gate->data && f->limit <= 0;
+    if (plain) swiglu(up, gate, up, ff);
+    else activate_more(s, f, gate, up);   // Gemma
 }
 
-static void forward(Session *s, const int32_t *ids, int n, int pos) {
+static void add_row(Session *s, const void *arg, size_t i) {   // x += out
     const Config *c = &s->m->config;
-    assert(n > 0 && n <= s->o.chunk);
-    s->ids = ids;
-    s->n = n;
-    s->pos = pos;
-    each_row(s, embed_row, s->m, n);
-    if (c->per_layer) make_layer_inputs(s);
-    each_row(s, angles_row, c, n);
-    for (s->l = 0; s->l < c->n_layer; s->l++) {
-        const Layer *w = &s->m->layers[s->l];
-        bool mixes = w->n_kv || w->mixer, feeds = w->up.data;   // hybrids may lack one
-        Sum mixed = {.post = &w->attn_post_norm, .again = &w->attn_norm_2};
-        Sum fed = {.post = &w->ffn_post_norm, .scale = w->out_scale, .last = &w->last_norm};
-        if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
-
-        // x += attention(norm(x)): tokens look at each other. Side by side both read the same x
-        if (mixes) {
-            if (!feeds) mixed.scale = w->out_scale;
-            each_row(s, norm_row, &w->attn_norm, n);
-            mix_tokens(s, w);
-            if (w->side_by_side && w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
-            each_row(s, add_row, &mixed, n);
-        }
-
-        // x += ffn(norm(x)): each token by itself
-        if (feeds) {
-            if (!w->side_by_side) each_row(s, norm_row, &w->ffn_norm, n);
-            if (w->router.data) experts(s);
-            else ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
-            if (w->input_gate.data) add_layer_input(s, &fed);
-            each_row(s, add_row, &fed, n);
-        }
-    }
+    (void)arg;
+    add_scaled(s->x + i * c->dim, s->out + i * c->dim, c->dim, c->residual_scale);   // Granite
 }
 
-// s->logits [n][n_vocab] of n <= LOGIT_ROWS rows of the last chunk, from row first on
+// s->logits [n][n_vocab] = output * norm(x) of n <= LOGIT_ROWS rows of the last chunk, from row
+// `first` on. s->normed holds their norms.
 static void output_logits(Session *s, int first, int n) {
     const Config *c = &s->m->config;
     size_t count = (size_t)n * c->n_vocab;
@@ -759,8 +710,8 @@ static void output_logits(Session *s, int first, int n) {
     Matmul out = {&s->m->output, s->normed + (size_t)first * c->dim, s->logits, n};
     for (int i = 0; i < n; i++) norm_row(s, &s->m->out_norm, first + i);
     matmul(s->pool, &s->op_scratch, &out, 1);
-    scale(s->logits, count, c->logit_scale);
-    if (c->logit_cap > 0) soft_cap(s->logits, count, c->logit_cap);
+    scale(s->logits, count, c->logit_scale);                            // Granite
+    if (c->logit_cap > 0) soft_cap(s->logits, count, c->logit_cap);     // Gemma 2
 }
 
 // ---- 7. what matmul and attention compute, in plain loops ----
@@ -837,54 +788,32 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 
 // ---- 8. session ----
 //
-// A layer's KV cache is `keep` pinned rows, and a ring of window + chunk rows (FEW at least), so
-// that writing a chunk overwrites no row that one of its own queries must still see. A row stores
-// its position, and that alone decides who sees it. Keep 2, window 4, 2 more rows, at position 9:
+// A layer's KV cache is `keep` pinned rows, and a ring of rows for the window and one chunk: so
+// writing a chunk overwrites no row that one of its own queries must still see. A row stores its
+// position, and that alone decides who sees it. With 2 pinned rows, a window of 4 and a chunk of 2
+// (a real cache has room for a chunk of FEW at least) at position 9:
 //
 //   row    0 1 | 2 3 4 5 6 7      8 and 9 have taken the rows of 2 and 3. Query 9 sees 6 to 9, and
 //   pos    0 1 | 8 9 4 5 6 7      0 and 1: models lean on the first tokens (arXiv 2309.17453)
 //
 // Keys were rotated by their position, so nothing moves when the ring wraps, and generation goes on
-// past any limit but those in check_ids.
+// past any limit but those in check_more.
 
-// Sets freq [n_rot/2] of one kind of layers, FULL or WINDOWED: base^(-2i / n_rot) radians per
-// position for pair i. Returns a factor of cosines and sines, 1 where nothing is scaled. window:
-// longrope's divisors depend on it. In double: at position 100,000 a float angle is off by 0.005.
-static float rope_frequencies(const Model *m, int kind, int window, double *freq) {
-    const Config *c = &m->config;
-    double base = kind == WINDOWED ? c->rope_base_local : c->rope_base;
-    int n_rot = kind == WINDOWED ? c->n_rot_local : c->n_rot;
-    for (int i = 0; i < n_rot / 2; i++) freq[i] = pow(base, -2.0 * i / n_rot);
-    return rope_scaling(m, kind, window, freq);
-}
-
-// Memory of other families, and of Part V. Widths: floats that a token takes at most.
-typedef struct { uint64_t q, k, v, att, mix, z, ff, latent; } Widths;
-static void widen(Widths *most, const Config *c, const Layer *w);         // so that w fits
-static void plan_mixers(Session *s, Arena *a, const Widths *most);        // beside attention's
-static void plan_experts(Session *s, Arena *a, const Widths *most);       // beside the FFN's
-static void plan_states(Session *s, Arena *a);                            // of recurrent layers
-static void copy_states(Session *s, float *to, const float *from);
-static uint64_t count_op_scratch(Session *s);                             // bytes at most
-static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, const char *what,
-                       Error *e);   // runs a plan twice, to count and to place; what: for e
-
-// Places every cache, or counts.
-static void plan_caches(Session *s, Arena *a) {
+static void plan_caches(Session *s, Arena *a) {   // a plan: places every cache
     const Config *c = &s->m->config;
     plan_states(s, a);
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         Cache *cache = &s->cache[l];
         if (!w->n_kv) continue;
-        if (w->source != l) {   // it reads the cache of an earlier layer, and has no mixer
+        if (w->source != l) {   // Gemma 4: it reads the cache of an earlier layer
             *cache = s->cache[w->source];
             continue;
         }
-        bool full = !w->window || w->window >= s->o.window;   // the smaller window counts
+        bool full = !w->window || w->window >= s->o.window;   // windows of layers are smaller
         cache->window = full ? s->o.window : w->window;
         cache->keep = full ? s->o.keep : 0;   // others were trained without the first tokens
-        cache->rows = cache->window + larger(s->o.chunk, FEW) + cache->keep;
+        cache->rows = cache->keep + cache->window + larger(s->o.chunk, FEW);   // FEW: of guesses
         uint64_t rows = (uint64_t)w->n_kv * cache->rows;
         cache->k = arena_take(a, rows, w->hd * sizeof *cache->k);
         cache->v = cache->k;   // latent attention
@@ -893,57 +822,32 @@ static void plan_caches(Session *s, Arena *a) {
     }
 }
 
-// Every buffer that forward uses, for the widest layer. Those of attention (or another mixer), of
-// the FFN (or experts), and of the logits never live together: they share bytes.
-static void plan_scratch(Session *s, Arena *a) {
-    const Config *c = &s->m->config;
-    int n_rot[] = {[FULL] = c->n_rot, [WINDOWED] = c->n_rot_local};
-    uint64_t n = s->o.chunk, f = sizeof(float), op_scratch = count_op_scratch(s);
-    Widths most = {0};
-    for (int l = 0; l < c->n_layer; l++) widen(&most, c, &s->m->layers[l]);
-    s->op_scratch.base = arena_take(a, 1, op_scratch);
-    s->op_scratch.size = op_scratch;
-    s->x = arena_take(a, n * c->dim, f);
-    s->normed = arena_take(a, n * c->dim, f);
-    s->out = arena_take(a, n * c->dim, f);
-    s->inputs = arena_take(a, n * c->n_layer * c->per_layer, f);
-    for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * n_rot[i], f);
-    for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, n_rot[i] / 2, sizeof(double));
-    s->slopes = arena_take(a, c->n_head, f);
-    s->n_index = s->o.draft > 0 ? larger(2 * (uint64_t)s->o.window, 4096) : 0;
-    s->index = arena_take(a, s->n_index, sizeof *s->index);
-    s->route = arena_take(a, n * larger(c->n_expert, 1), f);   // attention may lie between
-    uint64_t shared = a->used;   // 1: attention
-    s->q = arena_take(a, n * most.q, f);
-    s->k = arena_take(a, n * most.k, f);
-    s->v = arena_take(a, n * most.v, f);
-    s->att = arena_take(a, n * most.att, f);
-    plan_mixers(s, a, &most);
-    a->used = shared;            // 2: the FFN
-    uint64_t rows = larger(n, c->n_used);
-    s->gate = arena_take(a, rows * most.ff, f);
-    s->up = arena_take(a, rows * most.ff, f);
-    plan_experts(s, a, &most);
-    a->used = shared;            // 3: logits
-    s->logits = arena_take(a, (uint64_t)LOGIT_ROWS * c->n_vocab, f);
-    s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
-    s->penalized = arena_take(a, c->n_vocab, sizeof *s->penalized);
+// Sets freq [n_rot/2] of one kind of layers, FULL or WINDOWED: base^(-2i / n_rot) radians per
+// position for pair i. (In double: at position 100,000 a float angle is off by 0.005.) Returns a
+// factor of cosines and sines, in a Llama 1.
+static float rope_frequencies(const Model *m, int kind, int window, double *freq) {
+    const Config *c = &m->config;
+    double base = kind == WINDOWED ? c->rope_base_local : c->rope_base;
+    int n_rot = kind == WINDOWED ? c->n_rot_local : c->n_rot;
+    for (int i = 0; i < n_rot / 2; i++) freq[i] = pow(base, -2.0 * i / n_rot);
+    return rope_scaling(m, kind, window, freq);
 }
 
-// Forgets positions p and later. Where there are recurrent layers, p is 0 or saved_pos: a state
-// cannot be cut back, only cleared, or replaced by the snapshot.
+// Forgets positions p and later. The states of recurrent layers cannot be cut back: they are
+// cleared, or become the snapshot, which was made at position p.
 static void session_truncate(Session *s, int p) {
-    assert(p == 0 || !s->n_recurrent || p == s->saved_pos);
+    bool all = p == 0;
+    assert(!s->n_recurrent || all || p == s->saved_pos);
     for (int l = 0; l < s->m->config.n_layer; l++)
         for (int i = 0; i < s->cache[l].rows; i++)
             if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
-    if (s->n_recurrent && p == 0) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
-    if (p == 0) s->saved_pos = -1;
     s->history.n = p;
     s->unseen = 0;
     s->n_indexed = smaller(s->n_indexed, p);
-    gpu_store(s, p == 0);
-    if (p > 0) copy_states(s, s->recurrent, s->saved);
+    if (all && s->n_recurrent) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
+    if (all) s->saved_pos = -1;
+    gpu_store(s, all);
+    if (!all) copy_states(s, s->recurrent, s->saved);
 }
 
 void session_close(Session *s) {
@@ -959,8 +863,8 @@ void session_close(Session *s) {
 bool session_open(Session *s, const Model *m, Options o, Error *e) {
     const Config *c = &m->config;
     *s = (Session){.m = m, .o = o, .rng = o.sampling.seed};
-    if (!s->o.window) s->o.window = c->n_ctx < 4096 ? c->n_ctx : 4096;
-    if (c->n_exact && s->o.window > c->n_exact) s->o.window = c->n_exact;
+    if (!s->o.window) s->o.window = smaller(c->n_ctx, 4096);
+    if (c->n_exact) s->o.window = smaller(s->o.window, c->n_exact);   // DeepSeek 3.2
     if (!s->o.threads) s->o.threads = count_cpus();
     s->cache = calloc(c->n_layer, sizeof *s->cache);
     if (!s->cache) return fail(e, "out of memory");
@@ -969,7 +873,7 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     bool negative = o.window < 0 || o.chunk < 0 || o.keep < 0;   // no GPU is opened for these
     int chunk = s->o.cpu || negative ? 0 : gpu_chunk(s);
     if (!s->o.chunk) s->o.chunk = chunk ? chunk : 512;
-    double rows = (double)s->o.window + s->o.chunk + s->o.keep;   // ints count them, and their sums
+    double rows = (double)s->o.window + s->o.chunk + s->o.keep;   // an int must hold their sum
     if (rows > INT32_MAX / 2 || negative)
         return fail(e, "a window of %d, a chunk of %d and %d pinned tokens are out of range",
                     s->o.window, s->o.chunk, s->o.keep);
@@ -978,7 +882,7 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
         return false;
     session_truncate(s, 0);   // marks every row empty
     for (int i = 0; i < 2; i++) s->rope_mag[i] = rope_frequencies(m, i, s->o.window, s->freq[i]);
-    alibi_slopes(s->slopes, c->n_head, c->alibi);
+    alibi_slopes(s->slopes, c->n_head, c->alibi);   // BLOOM
     if (s->gpu) gpu_open(s);
     return true;
 }
@@ -995,19 +899,18 @@ static bool rows_resident(const Session *s, int p) {
     return true;
 }
 
-// What to evaluate, and who gets the result: ids [n] is the whole text; fn, if it is not NULL, gets
-// the rows of tokens `from` to n-1 in order, and returns false to stop. A row is the logits
-// [n_vocab] for what follows a token, or (hidden) its normed residual stream [dim]. An error is a
-// row of only NaN; if exact or hidden, a row with any NaN.
+// What to evaluate, and who gets the result. ids [n] is the whole text. fn, if it is not NULL, gets
+// the rows of tokens `from` to n-1 in order, and returns false to stop. The row of a token is the
+// logits [n_vocab] of what follows it.
 typedef bool OnRow(void *ctx, int i, const float *row);
 typedef struct {
     const int32_t *ids;
     int n, from;
-    bool hidden;
+    bool hidden;   // for an embedding: a row is the token's normed residual stream [dim]
     OnRow *fn;
     void *ctx;
-    bool exact;
-    int guesses;   // so many of the last tokens; their rows are not checked
+    bool exact;    // one NaN in a row is an error (else: nothing but NaN), as it is if hidden
+    int guesses;   // the last tokens that are only guessed: their rows are not checked
 } Request;
 
 // Cuts the caches back to the longest prefix of the text that can be reused, and returns where
@@ -1034,59 +937,50 @@ static int session_reuse(Session *s, const Request *r, int known) {
 
 // Can ids [n] be evaluated? The first `known` ones have been.
 static bool check_ids(const Session *s, const int32_t *ids, int n, int known, Error *e) {
-    const Model *m = s->m;
     if (n < 1) return fail(e, "nothing to evaluate: no tokens");
     for (int i = known; i < n; i++)
-        if (ids[i] < 0 || ids[i] >= m->embd.rows)
+        if (ids[i] < 0 || ids[i] >= s->m->embd.rows)
             return fail(e, "token id %d is out of range; the model has %lld", ids[i],
-                        (long long)m->embd.rows);
-    if (m->config.n_exact && n > m->config.n_exact)
-        return fail(e, "position %d: beyond %d this model chooses what it attends to, which the "
-                       "engine does not know", n - 1, m->config.n_exact);
-    if (m->pos_embd.data && n > m->pos_embd.rows)
-        return fail(e, "position %d is past the model's %lld learned positions", n - 1,
-                    (long long)m->pos_embd.rows);
-    if (!m->config.causal && n > s->o.chunk)
-        return fail(e, "an encoder sees its whole text at once: %d tokens, in a chunk of %d", n,
-                    s->o.chunk);
-    return true;
+                        (long long)s->m->embd.rows);
+    return check_more(s, n, e);   // GPT-2
 }
 
-// How many of the `left` tokens from pos on are the next chunk? It ends where a span ends. For a
-// snapshot the prompt's last token runs alone: another answer then costs one token. Tokens that
-// recurrent states have not seen yet are few, and keep the bits of decode.
+// How many of the `left` tokens from pos on are the next chunk? Llama 4: it ends where a span ends.
+// Recurrent: the last token of a prompt runs alone, after the snapshot, because session_reuse can
+// only go back to that; so another answer to the same prompt costs one token. Tokens that the states
+// have not seen yet are few, and run in a chunk of their own with the bits of decode.
 static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
     int span = s->m->config.span, most = s->o.chunk;
     if (s->unseen && left > FEW) return s->unseen;
-    if (span && most > span - pos % span) most = span - pos % span;
+    if (span) most = smaller(most, span - pos % span);
     if (left > most) return most;
     return snapshot && left > 1 ? left - 1 : left;
 }
 
-// Fails if the row [n] of token i has a NaN (exact), or nothing but NaN.
+// Fails if the row [n] of token i has nothing but NaN or, if exact, any NaN.
 static bool check_row(const float *row, size_t n, bool exact, int i, Error *e) {
-    size_t damaged = 0;
-    while (damaged < n && isnan(row[damaged]) != exact) damaged++;
-    if ((damaged < n) != exact) return true;
+    size_t nans = 0;
+    for (size_t k = 0; k < n; k++) nans += isnan(row[k]) != 0;
+    if (nans < n && !(exact && nans)) return true;
     return fail(e, "at token %d the model yields %s NaN: its weights may be damaged", i,
                 exact ? "a" : "nothing but");
 }
 
-// Gives the rows of a chunk of n tokens at pos to r->fn, from row first on, after it has made them,
-// LOGIT_ROWS at a time; gpu: the GPU has already made the first ones.
+// Makes the rows of a chunk of n tokens at pos, from row `first` on, LOGIT_ROWS at a time, and
+// gives them to r->fn. gpu: the GPU has already made the first LOGIT_ROWS.
 static bool give_rows(Session *s, const Request *r, int pos, int n, int first, bool gpu, Error *e) {
     size_t width = r->hidden ? s->m->config.dim : s->m->config.n_vocab;
-    bool exact = r->hidden || r->exact;
     for (int i = first; i < n; i += LOGIT_ROWS, gpu = false) {
-        int rows = n - i < LOGIT_ROWS ? n - i : LOGIT_ROWS;
+        int rows = smaller(n - i, LOGIT_ROWS);
         const float *row = r->hidden ? s->normed + i * width : s->logits;
         if (r->hidden)
             for (int k = 0; k < rows; k++) norm_row(s, &s->m->out_norm, i + k);
         else if (!gpu && !gpu_logits(s, i, rows)) output_logits(s, i, rows);
         for (int k = 0; k < rows; k++, row += width) {
-            bool guess = pos + i + k >= r->n - r->guesses;
-            if (!guess && !check_row(row, width, exact, pos + i + k, e)) return false;
-            if (r->fn && !r->fn(r->ctx, pos + i + k, row)) return fail(e, "interrupted");
+            int token = pos + i + k;
+            bool guess = token >= r->n - r->guesses;
+            if (!guess && !check_row(row, width, r->hidden || r->exact, token, e)) return false;
+            if (r->fn && !r->fn(r->ctx, token, row)) return fail(e, "interrupted");
         }
     }
     return true;
@@ -1094,13 +988,13 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 
 // Evaluates a text chunk by chunk, reusing what the caches hold.
 static bool session_run(Session *s, Request r, Error *e) {
-    bool in_history = r.ids == s->history.id;   // session_generate's text; tokens_room may move it
+    bool in_history = r.ids == s->history.id;   // the text of session_generate, which may move
     int known = in_history ? s->history.n : 0;
     if (!check_ids(s, r.ids, r.n, known, e)) return false;
     if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
     if (in_history) r.ids = s->history.id;
     int reused = session_reuse(s, &r, known), n;
-    bool snapshot = s->n_recurrent && !in_history && r.n - (int)s->history.n > 1;
+    bool snapshot = s->n_recurrent && !in_history && r.n - (int)s->history.n > 1;   // of a prompt
     for (int p = reused; p < r.n; p += n) {
         n = chunk_size(s, p, r.n - p, snapshot);
         if (snapshot && p == r.n - 1) {
@@ -1108,8 +1002,7 @@ static bool session_run(Session *s, Request r, Error *e) {
             s->saved_pos = p;
         }
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
-        int first = r.from > p ? r.from - p : 0;   // the chunk's first row that r.fn is to get
-        if (first > n) first = n;
+        int first = r.from > p ? smaller(r.from - p, n) : 0;   // the chunk's first row for r.fn
         bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);   // n: no logits
         if (!gpu) forward(s, r.ids + p, n, p);
         if (gpu && r.hidden) gpu_fetch(s, s->x, (size_t)n * s->m->config.dim * sizeof *s->x);
@@ -1128,44 +1021,23 @@ const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
 
 // ---- 9. sampler ----
 //
-// From logits to the next token, in stages. NaN, the penalty and suppressed ids change logits.
-// Those that top-k can keep become candidates. Temperature, top-k, top-p and min-p change, reorder
-// or drop these. Then one is drawn; at temperature 0 the best is taken. (llama.cpp tempers last;
-// here the cuts see the tempered distribution.) To add a stage, write it like these. Call it in
-// session_sample if it changes logits by id, else in sample. Give it a field of Sampling and, in
-// Part VI, a default in main, a row of OPTIONS and, if files may ask for it, one in
-// sampling_defaults. Then add a line to test.c.
-
-static int best_first(const void *a, const void *b) {   // ties: the lower id
-    const Candidate *x = a, *y = b;
-    if (x->logit != y->logit) return x->logit < y->logit ? 1 : -1;
-    return (x->id > y->id) - (x->id < y->id);
-}
-
-// Brings the k best of n to the front, in order. Candidates not worse than c[k - 1], the k-th best
-// of the last sort, are gathered past the first k; when there are k of them, all 2k are sorted, and
-// the k best stay: about n log k steps, and no copy.
-static void sort_top(Candidate *c, size_t n, size_t k) {
-    size_t gathered = k;
-    qsort(c, k, sizeof *c, best_first);
-    for (size_t i = k; i < n; i++) {
-        if (c[i].logit < c[k - 1].logit) continue;
-        Candidate x = c[i];
-        c[i] = c[gathered];
-        c[gathered++] = x;
-        if (gathered < 2 * k) continue;
-        qsort(c, gathered, sizeof *c, best_first);
-        gathered = k;
-    }
-    qsort(c, gathered, sizeof *c, best_first);
-}
+// From logits to the next token, in stages. First some logits change: those of recent tokens (the
+// penalty) and of suppressed ids. Then ids with their logits become candidates. Temperature, top-k,
+// top-p and min-p change, sort or drop candidates, and one of the rest is drawn; at temperature 0
+// the best. (llama.cpp's temperature comes last; here top-p and min-p see what is drawn from.)
+//
+// To add a stage, write it like these. If it changes logits by id, or needs all of them, call it in
+// session_sample, else in sample, where only about top-k candidates are left. Give it a field at
+// the end of Sampling and, in Part VI, a default in main, a row of OPTIONS and, if files may ask
+// for it, one in sampling_defaults. Then add a line to test.c.
 
 static void sample_begin(float *l, const float *logits, size_t n) {   // NaN never wins
     for (size_t i = 0; i < n; i++) l[i] = isnan(logits[i]) ? -INFINITY : logits[i];
 }
 
 // Makes each of the last tokens less likely: positive logits are divided by the penalty, negative
-// ones multiplied. An id counts once, however often it occurs, as l [n] is made from logits [n].
+// ones multiplied. An id counts once, however often it occurs, because its new logit in l [n] is
+// computed from the old one in logits [n].
 static void sample_penalty(float *l, const float *logits, size_t n, const int32_t *last, int n_last,
                            float penalty) {
     for (int i = 0; i < n_last; i++) {
@@ -1175,44 +1047,13 @@ static void sample_penalty(float *l, const float *logits, size_t n, const int32_
     }
 }
 
-// Returns a logit that at least k of l [n] reach; few more do if k is far below COLUMNS. It views l
-// as a matrix of COLUMNS columns, and takes the k-th best of their largest. k 0: all; c is scratch.
-static float least_of_top(Candidate *c, const float *l, size_t n, int k) {
-    enum { COLUMNS = 256 };
-    float best[COLUMNS];
-    if (k <= 0 || k > COLUMNS || n < COLUMNS) return -INFINITY;
-    memcpy(best, l, sizeof best);
-    for (size_t i = COLUMNS; i + COLUMNS <= n; i += COLUMNS)
-        for (int j = 0; j < COLUMNS; j++) best[j] = l[i + j] > best[j] ? l[i + j] : best[j];
-    for (int j = 0; j < COLUMNS; j++) c[j] = (Candidate){best[j], j};
-    sort_top(c, COLUMNS, k);
-    return c[k - 1].logit;
-}
-
-// Makes candidates of the logits l [n] that may be among the k best (0: of all), in the order of
-// their ids: about 43 for k = 40. Returns how many.
-static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
-    enum { STEP = 64 };   // which the compiler compares at once
-    float least = least_of_top(c, l, n, k);
-    size_t kept = 0;
-    for (size_t i = 0, end; i < n; i = end) {
-        int some = 0;   // no bool: that would be compared one by one
-        end = i + STEP < n ? i + STEP : n;
-        for (size_t j = i; j < end; j++) some |= l[j] >= least;
-        if (!some) continue;
-        for (size_t j = i; j < end; j++)
-            if (l[j] >= least) c[kept++] = (Candidate){l[j], j};
-    }
-    return kept;
-}
-
 // A temperature below 1 makes the distribution sharper, one above 1 flatter.
 static void sample_temperature(Candidate *c, size_t n, float temp) {
     for (size_t i = 0; i < n; i++) c[i].logit /= temp;
 }
 
-// keeps the k best, in order, unless k is 0 or above n; top-k, top-p and min-p return how many are
-// left
+// Top-k, top-p and min-p return how many candidates are left. This one keeps the k best, in order,
+// unless k is 0 or above n.
 static size_t sample_top_k(Candidate *c, size_t n, int k) {
     if (k <= 0 || (size_t)k > n) return n;
     sort_top(c, n, k);
@@ -1239,15 +1080,11 @@ static size_t sum_until(const Candidate *c, size_t n, double enough, double *sum
 
 // keeps the fewest of the best that together have a share p of the probability
 static size_t sample_top_p(Candidate *c, size_t n, float p) {
-    if (p >= 1) return n;
     double total, sum;
+    if (p >= 1) return n;
     sum_until(c, n, INFINITY, &total);
-    for (size_t k = 128;; k *= 8) {   // few candidates nearly always hold the share: try 128 first
-        if (k > n) k = n;
-        sort_top(c, n, k);
-        size_t enough = sum_until(c, k, p * total, &sum);
-        if (sum >= p * total || k == n) return enough;
-    }
+    sort_share(c, n, p * total);   // as sort_top(c, n, n), but only the best that are needed
+    return sum_until(c, n, p * total, &sum);
 }
 
 // drops what is less likely than p times the best: exp(logit - best) < p
@@ -1297,104 +1134,25 @@ int32_t session_sample(Session *s, const float *logits) {
 }
 
 // ---- 10. generate ----
-//
-// Reading the weights takes most of a pass, and FEW tokens read them once. So what is likely to
-// come runs along with the last token. If the text has had its last three ids before, what followed
-// them there is the guess (prompt lookup): answers often quote what they were given.
-//
-//   text     the cat sat on the mat. And the cat sat
-//   pass                                     sat  on   the   mat      three guesses, four rows
-//   drawn                                    on   the  rug            "mat" falls: no draw
-//
-// Rows are sampled as ever. A row whose guesses stand (they are what was drawn) has the bits that
-// it would have without guesses: so the text is the same. (arXiv 2302.01318: the distribution is.)
 
-typedef struct { bool (*fn)(void *ctx, int32_t id); void *ctx; } OnToken;   // fn: false stops
-
-static bool same_three(const int32_t *a, const int32_t *b) {   // the three ids before a and b
-    return !memcmp(a - 3, b - 3, 3 * sizeof *a);
-}
-
-// The index of a text has, for three ids in a row, the position behind the place where they stood
-// last. Returns their entry, for the ids before text + n: 0 if they are new. It is one of a few
-// behind their hash; if others hold all of these, the last one has to go.
-static int32_t *index_entry(const Session *s, int n) {
-    const int32_t *text = s->history.id;
-    int32_t *entry = NULL;
-    uint64_t hash = 0;
-    for (int i = n - 3; i < n; i++) hash = (hash ^ (uint32_t)text[i]) * 0x9e3779b97f4a7c15;
-    for (int probe = 0; probe < 8; probe++) {
-        entry = s->index + ((hash >> 32) + probe) % s->n_index;
-        if (!*entry || same_three(text + *entry, text + n)) break;
-    }
-    return entry;
-}
-
-// Writes a guess of `count` ids behind the text [n]: what followed its last three ids where they
-// stood last. False: they are new. A guess may go on into itself.
-static bool guess_ids(Session *s, int n, int count) {
-    int32_t *text = s->history.id;
-    if (n <= 3) return false;
-    for (int i = larger(s->n_indexed, 3); i < n; i++) *index_entry(s, i) = i;
-    s->n_indexed = n;
-    int from = *index_entry(s, n);
-    if (!from || from >= n || !same_three(text + from, text + n)) return false;
-    for (int k = 0; k < count; k++) text[n + k] = text[from + k];
-    return true;
-}
-
-// How many guesses, at most `most`, can run in a chunk with what is not evaluated of n tokens?
-static int guesses_fit(const Session *s, int n, int most) {
-    const Model *m = s->m;
-    int start = s->history.n - s->unseen, end = smaller(n + most, start + chunk_size(s, start, FEW, false));
-    if (m->config.n_exact) end = smaller(end, m->config.n_exact);
-    if (m->pos_embd.data) end = smaller(end, m->pos_embd.rows);
-    return end > n ? end - n : 0;
-}
-
-// Generates up to n_predict ids (-1: no limit; 0: it only evaluates) after ids [n], and hands each
-// to on_token. An end-of-generation id ends it, and is not handed out. A generated id is written
+// Evaluates ids [n], and hands up to n_predict ids that follow (-1: no limit; 0: none) to on_token,
+// one by one. An end-of-generation id ends the text, and is not handed out. A new id is written
 // behind the session's history, and evaluated as the end of that text to get the next one.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnToken on_token,
                       Error *e) {
-    int made = 0, most = smaller(1, s->o.draft);   // guesses of a pass
-    bool ends = n_predict == 0, found = false;
-    Request r = {.ids = ids, .n = n, .from = n - 1};
-    for (;;) {
-        int seen = s->history.n - s->unseen, stood = 0;
-        if (r.guesses) copy_states(s, s->unguessed, s->recurrent);   // none in a Llama
-        bool ok = session_run(s, r, e);
-        if (!ok) s->history.n = smaller(s->history.n, n);
-        for (int k = 0; ok && !ends && k == stood && k <= r.guesses; k++) {
-            const float *row = s->logits + (size_t)k * s->m->config.n_vocab;
-            int32_t *next = s->history.id + n;
-            s->history.n = n++;   // the penalty sees no guesses; later rows of caches nobody sees
-            ok = check_row(row, s->m->config.n_vocab, false, n - 2, e);
-            if (!ok) break;
-            int32_t id = session_sample(s, row);
-            ends = token_is_eog(s->m->tokenizer, id) || !on_token.fn(on_token.ctx, id) ||
-                   ++made == n_predict;
-            if (found && *next == id) stood++;
-            *next = id;
-        }
-        // a state has seen the guesses that fell: it goes back to before all of them, and those
-        // that stood run again with what comes next
-        if (s->n_recurrent && r.guesses && (int)s->history.n < r.n) {
-            copy_states(s, s->recurrent, s->unguessed);
-            s->unseen = s->history.n - seen;
-        }
-        if (!ok || ends) return ok;
-
-        // Guesses double while all stand, and shrink to those that stood. One more than runs is
-        // made: if none runs, it tells when the text begins to repeat itself.
-        if (found && stood < (int)larger(r.guesses, 1)) most = stood;
-        else if (found) most = smaller(2 * most + 1, s->o.draft);
-        int room = n_predict < 0 ? most : smaller(most, n_predict - made - 1);
-        room = guesses_fit(s, n, room);
-        found = s->o.draft > 0 && tokens_room(&s->history, n + FEW) && guess_ids(s, n, room + 1);
-        if (!found) room = 0;
-        r = (Request){.ids = s->history.id, .n = n + room, .from = n - 1, .guesses = room};
-    }
+    // the same text in fewer passes, see section 40
+    if (s->o.draft > 0) return generate_guessing(s, ids, n, n_predict, on_token, e);
+    int made = 0;
+    do {
+        const float *logits = session_eval(s, ids, n, e);
+        if (!logits) return false;
+        if (n_predict == 0) return true;
+        int32_t id = session_sample(s, logits);
+        if (token_is_eog(s->m->tokenizer, id) || !on_token.fn(on_token.ctx, id)) return true;
+        s->history.id[n++] = id;
+        ids = s->history.id;
+    } while (++made != n_predict);
+    return true;
 }
 
 // ==== Part II: the file =========================================================================
@@ -1454,7 +1212,7 @@ bool tokens_add(Tokens *t, int32_t id) {
     return true;
 }
 
-typedef struct { const char *s; size_t n; } Str;   // bytes in the mapped file, no NUL at the end
+typedef struct { const char *s; size_t n; } Str;   // bytes of the file or of a text; no NUL
 
 #define STR_ARG(a) (int)((a).n < 100 ? (a).n : 100), (a).s   // for "%.*s", at most 100 bytes
 
@@ -1768,8 +1526,8 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // in NEEDS to the tensors that it cannot do without: else such a key is ignored (only those of
 // RoPE, attention and experts are noted), such a tensor may be missing. A number under a new key
 // gets a row in KEYS, a tensor under a new name a line in its block's load_ function, a new
-// difference a flag, most of which imply_config makes fields of Config; what a GPU lacks, gpu_lacks
-// in metal.c says. Then add a row to SHAPES in test.c, whose tests ask for what is left. RoPE
+// difference a field of Config, or a flag if only loading needs it; what a GPU lacks, gpu_lacks in
+// metal.c says. Then add a row to SHAPES in test.c, whose tests ask for what is left. RoPE
 // pairing is the usual mistake, and position 0 cannot show it.
 //
 // Every row was measured against llama.cpp on random f32 models: logits agree to an NMSE of 1e-6.
@@ -1777,151 +1535,146 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 //
 // KEYS and the names of tensors are as the files are: there is no rule behind them to look for.
 
-enum {   // of 64 bits
-    EMBD_SQRT = 1ull << 0,        // embeddings are multiplied by sqrt(dim)
-    WINDOW_4096 = 1ull << 1,      // sliding window where the file does not say
-    CAPPED = 1ull << 2,           // soft caps of 50 and 30 where the file does not say
-    LOCAL_10000 = 1ull << 3,      // RoPE base of windowed layers where the file does not say
-    LOCAL_UNSCALED = 1ull << 4,   // windowed layers ignore RoPE scaling
-    LOCAL_ROPE = 1ull << 5,       // only windowed layers have RoPE
-    ROPE_TUNED = 1ull << 6,       // no RoPE where rope.scaling.finetuned is false
-    QK_NORM_LATE = 1ull << 7,     // QK norm after RoPE
-    LOGIT_DIVIDE = 1ull << 8,     // logit_scale divides
-    MUP = 1ull << 9,              // scales follow from width and depth where the file does not say
-    SCALE_BY_DIM = 1ull << 10,    // attention scale is 1/sqrt(dim / n_head), not 1/sqrt(hd)
-    ALIBI_8 = 1ull << 11,         // ALiBi with a largest bias of 8
-    ENCODER = 1ull << 12,         // sees the whole text; norms follow the residual sum
-    DELTA_TILED = 1ull << 13,     // value head h reads key head h % n_key
-    GATES_NORMED = 1ull << 14,    // weights of the chosen experts are divided by their sum
-    GATES_SIGMOID = 1ull << 15,   // the router's logits pass a sigmoid where the file does not say
-    QKV_NORMED = 1ull << 16,      // values are normed, too, without weights; scores are not scaled
-    LOGITS_CAPPED = 1ull << 17,   // a soft cap of 30 for logits where the file does not say
-    YARN_SCORES = 1ull << 18,     // YaRN sharpens the scores, not the cosines
-    BOTH_WAYS = 1ull << 19,       // a token sees those behind it, too; half a window on each side
-    SECTIONS_MIXED = 1ull << 20,  // RoPE's sections take turns
-    FULL_FIRST = 1ull << 21,      // of `local` layers the first sees all, not the last
-    LOCAL_SINKS = 1ull << 22,     // only windowed layers have sinks
-    MAY_BE_PARALLEL = 1ull << 23, // without a norm before it the FFN reads what attention reads
-    GATE = 1ull << 24,            // attention has gates in a tensor of its own
-    GATE_SOFTPLUS = 1ull << 25,   // they pass softplus, not a sigmoid
-    EMBD_NORMED = 1ull << 26,     // embeddings are normed; the eps of post-norms is 1e-8
-    ROPE_10000 = 1ull << 27,      // RoPE's base, whatever the file says
-    SCALE_BY_HEAD = 1ull << 28,   // attention scale is 1/hd, not 1/sqrt(hd)
-    FF_BOTH = 1ull << 29,         // feed_forward_length counts gate and up
-    HALF_ROTATED = 1ull << 30,    // layers that see all rotate half of rope.dimension_count
-    INPUTS_WEIGHED = 1ull << 31,  // an expert's weight is a factor of its input
-    SHARPENED = 1ull << 32,       // sharpen_scale is 0.1, for spans
-    QK_NORM_BARE = 1ull << 33,    // QK norm without weights in layers with spans
-    WINDOW_SET = 1ull << 34,      // a window is 4096, whatever the file says
-    ROUTED_FIRST = 1ull << 35,    // the router reads the stream before attention, not normed
-    LIMIT_FIRST = 1ull << 36,     // a limit of the gate is one of the activation's input
-    SHARED_AVERAGED = 1ull << 37, // of experts and a shared one the mean is taken, not the sum
-    FFN_OR_NOTHING = 1ull << 38,  // a layer without an FFN is empty
-    GEMMA2 = EMBD_SQRT | WINDOW_4096 | CAPPED,
-    GEMMA3 = EMBD_SQRT | LOCAL_10000 | LOCAL_UNSCALED,
-    GEMMA4 = GEMMA3 | QKV_NORMED | LOGITS_CAPPED | GATES_NORMED,
-    SMALLTHINKER = GATES_NORMED | FULL_FIRST | WINDOW_SET | ROUTED_FIRST,
+enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };   // Layer.mixer
+enum { GATING_SOFTMAX = 1, GATING_SIGMOID };         // Config.gating
+
+enum {   // what only loading needs to know
+    EMBD_SQRT = 1 << 0,           // embeddings are multiplied by sqrt(dim)
+    LOCAL_ROPE = 1 << 1,          // only windowed layers have RoPE
+    ROPE_TUNED = 1 << 2,          // no RoPE where rope.scaling.finetuned is false
+    LOGIT_DIVIDE = 1 << 3,        // logit_scale divides
+    MUP = 1 << 4,                 // scales follow from width and depth where the file does not say
+    SCALE_BY_DIM = 1 << 5,        // attention scale is 1/sqrt(dim / n_head), not 1/sqrt(hd)
+    SCALE_BY_HEAD = 1 << 6,       // attention scale is 1/hd, not 1/sqrt(hd)
+    YARN_SCORES = 1 << 7,         // YaRN sharpens the scores, not the cosines
+    BOTH_WAYS = 1 << 8,           // a token sees those behind it, too; half a window on each side
+    FULL_FIRST = 1 << 9,          // of `local` layers the first sees all, not the last
+    LOCAL_SINKS = 1 << 10,        // only windowed layers have sinks
+    MAY_BE_PARALLEL = 1 << 11,    // without a norm before it the FFN reads what attention reads
+    GATE = 1 << 12,               // attention has gates in a tensor of its own
+    ROPE_10000 = 1 << 13,         // RoPE's base, whatever the file says
+    FF_BOTH = 1 << 14,            // feed_forward_length counts gate and up
+    HALF_ROTATED = 1 << 15,       // layers that see all rotate half of rope.dimension_count
+    QK_NORM_BARE = 1 << 16,       // QK norm without weights in layers with spans
+    WINDOW_SET = 1 << 17,         // a window is 4096, whatever the file says
+    SHARED_AVERAGED = 1 << 18,    // of experts and a shared one the mean is taken, not the sum
+    FFN_OR_NOTHING = 1 << 19,     // a layer without an FFN is empty
 };
 
 enum { NO_LAYER = 255 };
 
 typedef struct {
     const char *names;         // "llama* mistral3*"
-    uint8_t norm, act, rope;   // NORM_RMS, ACT_SILU, ROPE_HALVES where the row does not say
-    uint64_t flags;
+    Config c;                  // what differs from a Llama's; a file's keys override it
+    int flags;
     uint8_t local;             // every local-th layer sees all, the others a window; 0: every layer
                                // sees all; NO_LAYER: none does
     uint8_t no_rope;           // every no_rope-th layer has no RoPE
     uint8_t n_layer;           // the row is for models of this many layers; 0: for any
-    uint16_t span;             // see Config; in layers that do not see all
 } Arch;
 
 static const Arch ARCHS[] = {   // the first row with the file's name and size counts
-    {"llama* mistral3* ernie4_5-moe", .rope = ROPE_PAIRS, .flags = GATES_NORMED},
-    {"llama4*", .rope = ROPE_PAIRS, .local = 4, .no_rope = 4, .span = 8192,
-     .flags = GATES_SIGMOID | QK_NORM_LATE | INPUTS_WEIGHED | SHARPENED | QK_NORM_BARE},
-    {"maincoder", .rope = ROPE_PAIRS, .flags = QK_NORM_LATE},
-    {"refact", .rope = ROPE_NONE, .flags = ALIBI_8},
+    {"llama* mistral3* ernie4_5-moe", .c = {.rope = ROPE_PAIRS, .gates_normed = true}},
+    {"llama4*", .c = {.rope = ROPE_PAIRS, .span = 8192, .window = 8192, .gating = GATING_SIGMOID,
+     .qk_norm_late = true, .inputs_weighed = true, .sharpen_scale = 0.1f, .sharpen_length = 8192},
+     .flags = QK_NORM_BARE, .local = 4, .no_rope = 4},
+    {"maincoder", .c = {.rope = ROPE_PAIRS, .qk_norm_late = true}},
+    {"refact", .c = {.rope = ROPE_NONE, .alibi = 8}},
     {"cogvlm deepseek2-ocr", .flags = ROPE_10000},
     {"eurobert", .flags = BOTH_WAYS},
     {"qwen", .flags = FF_BOTH},
-    {"plamo3", .flags = LOCAL_10000, .local = 8},
-    {"muse-glimmer*", .rope = ROPE_PAIRS, .local = 4,
-     .flags = GATE | EMBD_NORMED | LOCAL_ROPE | LOGITS_CAPPED},
-    {"laguna*", .local = 4,
-     .flags = GATE | GATE_SOFTPLUS | FULL_FIRST | LOCAL_UNSCALED | GATES_SIGMOID},
-    {"afmoe", .flags = GATE | EMBD_SQRT | GATES_SIGMOID, .local = 4, .no_rope = 4},
-    {"spark2_5", .act = ACT_GELU, .flags = GATE, .local = 4},
-    {"step35*", .local = 4,
-     .flags = GATE | GATES_SIGMOID | LOCAL_10000 | LOCAL_UNSCALED | HALF_ROTATED},
-    {"kimi-linear*", .rope = ROPE_PAIRS, .flags = GATES_NORMED, .no_rope = 1},
-    {"bailingmoe3*", .rope = ROPE_PAIRS, .flags = GATE},
-    {"llama-embed neo-bert", .rope = ROPE_PAIRS, .flags = GATES_NORMED | BOTH_WAYS},
-    {"baichuan", .rope = ROPE_PAIRS, .n_layer = 32},
-    {"baichuan", .rope = ROPE_NONE, .flags = ALIBI_8, .n_layer = 40},
-    {"baichuan mamba2*", .rope = ROPE_NONE},
-    {"bailingmoe chatglm deepseek ernie4_5 glm4 internlm2 nanbeige* xverse", .rope = ROPE_PAIRS},
-    {"deci*", .rope = ROPE_PAIRS, .flags = FFN_OR_NOTHING},
-    {"smollm3", .rope = ROPE_PAIRS, .no_rope = 4},
-    {"granite granitehybrid*", .rope = ROPE_PAIRS,
-     .flags = ROPE_TUNED | LOGIT_DIVIDE | GATES_NORMED},
-    {"granitemoe", .rope = ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED},
-    {"granite_swa", .rope = ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED, .local = 4},
-    {"minicpm", .rope = ROPE_PAIRS, .flags = LOGIT_DIVIDE | GATES_NORMED | MUP},
+    {"plamo3", .c = {.rope_base_local = 10000}, .local = 8},
+    {"muse-glimmer*", .c = {.rope = ROPE_PAIRS, .embd_normed = true, .logit_cap = 30},
+     .flags = GATE | LOCAL_ROPE, .local = 4},
+    {"laguna*", .c = {.softplus_gates = true, .local_unscaled = true, .gating = GATING_SIGMOID},
+     .flags = GATE | FULL_FIRST, .local = 4},
+    {"afmoe", .c = {.gating = GATING_SIGMOID}, .flags = GATE | EMBD_SQRT, .local = 4, .no_rope = 4},
+    {"spark2_5", .c = {.act = ACT_GELU}, .flags = GATE, .local = 4},
+    {"step35*", .c = {.gating = GATING_SIGMOID, .rope_base_local = 10000, .local_unscaled = true},
+     .flags = GATE | HALF_ROTATED, .local = 4},
+    {"kimi-linear*", .c = {.rope = ROPE_PAIRS, .gates_normed = true}, .no_rope = 1},
+    {"bailingmoe3*", .c = {.rope = ROPE_PAIRS}, .flags = GATE},
+    {"llama-embed neo-bert", .c = {.rope = ROPE_PAIRS, .gates_normed = true}, .flags = BOTH_WAYS},
+    {"baichuan", .c = {.rope = ROPE_PAIRS}, .n_layer = 32},
+    {"baichuan", .c = {.rope = ROPE_NONE, .alibi = 8}, .n_layer = 40},
+    {"baichuan mamba2*", .c = {.rope = ROPE_NONE}},
+    {"bailingmoe chatglm deepseek ernie4_5 glm4 internlm2 nanbeige* xverse",
+     .c = {.rope = ROPE_PAIRS}},
+    {"deci*", .c = {.rope = ROPE_PAIRS}, .flags = FFN_OR_NOTHING},
+    {"smollm3", .c = {.rope = ROPE_PAIRS}, .no_rope = 4},
+    {"granite granitehybrid*", .c = {.rope = ROPE_PAIRS, .gates_normed = true},
+     .flags = ROPE_TUNED | LOGIT_DIVIDE},
+    {"granitemoe", .c = {.rope = ROPE_PAIRS, .gates_normed = true}, .flags = LOGIT_DIVIDE},
+    {"granite_swa", .c = {.rope = ROPE_PAIRS, .gates_normed = true},
+     .flags = LOGIT_DIVIDE, .local = 4},
+    {"minicpm", .c = {.rope = ROPE_PAIRS, .gates_normed = true}, .flags = LOGIT_DIVIDE | MUP},
     {"minicpm3", .flags = MUP},
-    {"arcee plm", .act = ACT_RELU2, .rope = ROPE_PAIRS},
-    {"apertus*", .act = ACT_XIELU, .flags = 0},
-    {"olmo", NORM_BARE, ACT_SILU, ROPE_PAIRS, .flags = 0},
-    {"command-r", NORM_LAYER, ACT_SILU, ROPE_PAIRS, .flags = MAY_BE_PARALLEL},
-    {"cohere2", NORM_LAYER, ACT_SILU, ROPE_PAIRS, .flags = LOCAL_ROPE | MAY_BE_PARALLEL,
-     .local = 4},
-    {"cohere2moe*", .rope = ROPE_PAIRS, .local = 4,
-     .flags = LOCAL_ROPE | FULL_FIRST | GATES_SIGMOID | MAY_BE_PARALLEL | SHARED_AVERAGED},
-    {"exaone4", .flags = WINDOW_4096 | LOCAL_ROPE, .local = 4, .n_layer = 64},
+    {"arcee plm", .c = {.act = ACT_RELU2, .rope = ROPE_PAIRS}},
+    {"apertus*", .c = {.act = ACT_XIELU}},
+    {"olmo", .c = {.norm = NORM_BARE, .rope = ROPE_PAIRS}},
+    {"command-r", .c = {.norm = NORM_LAYER, .rope = ROPE_PAIRS}, .flags = MAY_BE_PARALLEL},
+    {"cohere2", .c = {.norm = NORM_LAYER, .rope = ROPE_PAIRS},
+     .flags = LOCAL_ROPE | MAY_BE_PARALLEL, .local = 4},
+    {"cohere2moe*", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID},
+     .flags = LOCAL_ROPE | FULL_FIRST | MAY_BE_PARALLEL | SHARED_AVERAGED, .local = 4},
+    {"exaone4", .c = {.window = 4096}, .flags = LOCAL_ROPE, .local = 4, .n_layer = 64},
     {"phi3* qwen2* qwen3* exaone exaone4 olmoe openelm qwen2moe seed_oss", .flags = 0},
     {"bailingmoe2 paddleocr pangu-embedded qwen2vl", .flags = 0},
     {"plamo", .flags = MAY_BE_PARALLEL},
-    {"qwen3vl", .flags = SECTIONS_MIXED},
-    {"glm4moe* dots1 hy_v3", .flags = GATES_SIGMOID},
+    {"qwen3vl", .c = {.sections_mixed = true}},
+    {"glm4moe* dots1 hy_v3", .c = {.gating = GATING_SIGMOID}},
     {"exaone-moe", .flags = LOCAL_ROPE, .local = 4},
-    {"smallthinker", .act = ACT_RELU, .flags = SMALLTHINKER, .local = 4, .n_layer = 4},
-    {"smallthinker*", .act = ACT_RELU, .flags = SMALLTHINKER | LOCAL_ROPE, .local = 4},
-    {"maple*", .flags = GATES_NORMED | LOCAL_ROPE | LIMIT_FIRST, .local = 4},
-    {"mellum", .flags = GATES_NORMED | LOCAL_UNSCALED, .local = 4},
-    {"mimo2", .flags = GATES_NORMED | GATES_SIGMOID | LOCAL_SINKS, .local = 6},
-    {"minimax-m2", .flags = GATES_NORMED | GATES_SIGMOID},
-    {"phimoe* qwen3moe* qwen3next* lfm2moe*", .flags = GATES_NORMED},
-    {"qwen3vlmoe", .flags = GATES_NORMED | SECTIONS_MIXED},
-    {"qwen35* qwen35moe", .flags = DELTA_TILED | GATES_NORMED | SECTIONS_MIXED},
-    {"hunyuan-dense hunyuan-moe hunyuan_vl", .flags = QK_NORM_LATE | GATES_NORMED},
-    {"olmo2", .flags = LOCAL_UNSCALED, .local = 4},
-    {"gpt-oss*", .act = ACT_SWIGLU_OAI, .flags = GATES_NORMED, .local = 2},
-    {"gemma*", .act = ACT_GELU, .flags = EMBD_SQRT},
-    {"gemma2*", .act = ACT_GELU, .flags = GEMMA2 | SCALE_BY_DIM, .local = 2, .n_layer = 46},
-    {"gemma2*", .act = ACT_GELU, .flags = GEMMA2, .local = 2},
-    {"gemma3*", .act = ACT_GELU, .flags = GEMMA3 | SCALE_BY_DIM, .local = 6, .n_layer = 62},
-    {"gemma3*", .act = ACT_GELU, .flags = GEMMA3, .local = 6},
-    {"gemma-embedding", .act = ACT_GELU, .flags = GEMMA3 | BOTH_WAYS, .local = 6},
-    {"gemma4*", .act = ACT_GELU, .flags = GEMMA4, .local = 6},
-    {"deepseek2*", .rope = ROPE_PAIRS, .flags = YARN_SCORES | GATES_SIGMOID, .n_layer = 47},
-    {"deepseek2* mistral4 deepseek32", .rope = ROPE_PAIRS, .flags = YARN_SCORES},
-    {"glm-dsa", .rope = ROPE_PAIRS, .flags = YARN_SCORES | GATES_SIGMOID},
-    {"orion stablelm", NORM_LAYER, ACT_SILU, .flags = MAY_BE_PARALLEL},
-    {"codeshell falcon gptneox phi2 starcoder2", NORM_LAYER, ACT_GELU, .flags = MAY_BE_PARALLEL},
-    {"dbrx", NORM_LAYER, ACT_SILU, .flags = GATES_NORMED},
-    {"nemotron jais2", NORM_LAYER, ACT_RELU2, .flags = 0},
-    {"nemotron_h nemotron_h_moe*", .rope = ROPE_NONE, .act = ACT_RELU2, .flags = GATES_SIGMOID},
+    {"smallthinker", .c = {.act = ACT_RELU, .gates_normed = true, .routed_first = true},
+     .flags = FULL_FIRST | WINDOW_SET, .local = 4, .n_layer = 4},
+    {"smallthinker*", .c = {.act = ACT_RELU, .gates_normed = true, .routed_first = true},
+     .flags = FULL_FIRST | WINDOW_SET | LOCAL_ROPE, .local = 4},
+    {"maple*", .c = {.gates_normed = true, .limit_first = true}, .flags = LOCAL_ROPE, .local = 4},
+    {"mellum", .c = {.gates_normed = true, .local_unscaled = true}, .local = 4},
+    {"mimo2", .c = {.gates_normed = true, .gating = GATING_SIGMOID},
+     .flags = LOCAL_SINKS, .local = 6},
+    {"minimax-m2", .c = {.gates_normed = true, .gating = GATING_SIGMOID}},
+    {"phimoe* qwen3moe* qwen3next* lfm2moe*", .c = {.gates_normed = true}},
+    {"qwen3vlmoe", .c = {.gates_normed = true, .sections_mixed = true}},
+    {"qwen35* qwen35moe", .c = {.key_tiled = true, .gates_normed = true, .sections_mixed = true}},
+    {"hunyuan-dense hunyuan-moe hunyuan_vl", .c = {.qk_norm_late = true, .gates_normed = true}},
+    {"olmo2", .c = {.local_unscaled = true}, .local = 4},
+    {"gpt-oss*", .c = {.act = ACT_SWIGLU_OAI, .gates_normed = true}, .local = 2},
+    {"gemma*", .c = {.act = ACT_GELU}, .flags = EMBD_SQRT},
+    {"gemma2*", .c = {.act = ACT_GELU, .window = 4096, .attn_cap = 50, .logit_cap = 30},
+     .flags = EMBD_SQRT | SCALE_BY_DIM, .local = 2, .n_layer = 46},
+    {"gemma2*", .c = {.act = ACT_GELU, .window = 4096, .attn_cap = 50, .logit_cap = 30},
+     .flags = EMBD_SQRT, .local = 2},
+    {"gemma3*", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true},
+     .flags = EMBD_SQRT | SCALE_BY_DIM, .local = 6, .n_layer = 62},
+    {"gemma3*", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true},
+     .flags = EMBD_SQRT, .local = 6},
+    {"gemma-embedding", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true},
+     .flags = EMBD_SQRT | BOTH_WAYS, .local = 6},
+    {"gemma4*", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true,
+     .values_normed = true, .logit_cap = 30, .gates_normed = true}, .flags = EMBD_SQRT, .local = 6},
+    {"deepseek2*", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID},
+     .flags = YARN_SCORES, .n_layer = 47},
+    {"deepseek2* mistral4 deepseek32", .c = {.rope = ROPE_PAIRS}, .flags = YARN_SCORES},
+    {"glm-dsa", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID}, .flags = YARN_SCORES},
+    {"orion stablelm", .c = {.norm = NORM_LAYER}, .flags = MAY_BE_PARALLEL},
+    {"codeshell falcon gptneox phi2 starcoder2", .c = {.norm = NORM_LAYER, .act = ACT_GELU},
+     .flags = MAY_BE_PARALLEL},
+    {"dbrx", .c = {.norm = NORM_LAYER, .gates_normed = true}},
+    {"nemotron jais2", .c = {.norm = NORM_LAYER, .act = ACT_RELU2}},
+    {"nemotron_h nemotron_h_moe*", .c = {.rope = ROPE_NONE, .act = ACT_RELU2,
+     .gating = GATING_SIGMOID}},
     {"falcon-h1*", .flags = 0},
     {"lfm2", .local = NO_LAYER},
-    {"gpt2 starcoder mpt*", NORM_LAYER, ACT_GELU, ROPE_NONE, .flags = 0},
-    {"jais*", NORM_LAYER, ACT_SILU, ROPE_NONE, .flags = SCALE_BY_HEAD},
-    {"bloom", NORM_LAYER, ACT_GELU, ROPE_NONE, .flags = ALIBI_8},
-    {"bert*", NORM_LAYER, ACT_GELU, ROPE_NONE, .flags = ENCODER},
-    {"jina-bert-v2", NORM_LAYER, ACT_GELU, ROPE_NONE, .flags = ENCODER | ALIBI_8},
-    {"nomic-bert*", NORM_LAYER, ACT_SILU, .flags = ENCODER},
-    {"nomic-bert-moe* jina-bert-v3", NORM_LAYER, ACT_GELU, .flags = ENCODER},
-    {"modern-bert", NORM_LAYER, ACT_GELU,
-     .flags = BOTH_WAYS | LOCAL_10000 | LOCAL_UNSCALED | FULL_FIRST, .local = 3},
+    {"gpt2 starcoder mpt*", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope = ROPE_NONE}},
+    {"jais*", .c = {.norm = NORM_LAYER, .rope = ROPE_NONE}, .flags = SCALE_BY_HEAD},
+    {"bloom", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope = ROPE_NONE, .alibi = 8}},
+    {"bert*", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope = ROPE_NONE, .encoder = true}},
+    {"jina-bert-v2", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope = ROPE_NONE, .encoder = true,
+     .alibi = 8}},
+    {"nomic-bert*", .c = {.norm = NORM_LAYER, .encoder = true}},
+    {"nomic-bert-moe* jina-bert-v3", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .encoder = true}},
+    {"modern-bert", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope_base_local = 10000,
+     .local_unscaled = true}, .flags = BOTH_WAYS | FULL_FIRST, .local = 3},
 };
 
 // Ollama has names of its own for architectures and tensors. Files of some do not name their
@@ -2222,10 +1975,12 @@ static void load_keys(Loader *ld, Layer *layer) {
     }
 }
 
-// NULL: there is no such tensor
+// NULL: there is no such tensor; if a ! stands before its name, that is an error
 static Tensor *find_tensor(Loader *ld, const char *name, const char *suffix) {
     const Gguf *g = ld->m->gguf;
     char full[128];
+    bool required = *name == '!';
+    name += required;
     Str key = {full, snprintf(full, sizeof full, "%s%s%s", ld->prefix, name, suffix)};
     Tensor *t = ld->ok ? bsearch(&key, g->tensors, g->n_tensors, sizeof *t, name_compare) : NULL;
     for (size_t i = 0; !t && ld->ok && i < COUNT(TENSOR_ALIASES); i++) {
@@ -2233,10 +1988,13 @@ static Tensor *find_tensor(Loader *ld, const char *name, const char *suffix) {
         key.n = snprintf(full, sizeof full, "%s%s", ld->prefix, TENSOR_ALIASES[i][0]);
         t = bsearch(&key, g->tensors, g->n_tensors, sizeof *t, name_compare);
     }
-    if (!t || tensor_bytes(t) > 0) return t;
-    refuse(ld, "tensor %.*s holds nothing", STR_ARG(t->name));
+    if (t && tensor_bytes(t) > 0) return t;
+    if (t) refuse(ld, "tensor %.*s holds nothing", STR_ARG(t->name));
+    if (required) refuse(ld, "tensor %s%s%s is missing", ld->prefix, name, suffix);
     return NULL;
 }
+
+static const char *less_mark(const char *name) { return name + (*name == '!'); }
 
 static void require(Loader *ld, const void *data, const char *name, const char *suffix) {
     if (!data) refuse(ld, "tensor %s%s%s is missing", ld->prefix, name, suffix);
@@ -2275,12 +2033,12 @@ static const float *load_vector(Loader *ld, const char *name, const char *suffix
 //   [heads][n]    has weights for each head
 //   [heads * n]   norms all heads at once
 static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
-    const char *suffix = find_tensor(ld, name, "") ? "" : ".weight";   // some names have none
+    const char *suffix = find_tensor(ld, less_mark(name), "") ? "" : ".weight";   // some have none
     const Tensor *t = find_tensor(ld, name, suffix);
     bool by_head = t && t->ne[0] == n;
     int size = by_head && t->ne[1] == 1 ? n : heads * n;
     Norm w = {.w = load_vector(ld, name, suffix, size)};
-    w.b = load_vector(ld, name, ".bias", size);
+    w.b = load_vector(ld, less_mark(name), ".bias", size);
     if (w.w) w.n = size;
     if (by_head || heads == 1) w.group = n;
     return w;
@@ -2291,12 +2049,6 @@ static float *scaled(Loader *ld, const float *x, int n, float by) {
     float *v = keep_memory(ld, n * sizeof *v);
     for (int i = 0; v && i < n; i++) v[i] = x ? x[i] * by : by;
     return v;
-}
-
-static Norm need_norm(Loader *ld, const char *name, int n) {
-    Norm w = load_norm(ld, name, 1, n);
-    require(ld, w.w, name, ".weight");
-    return w;
 }
 
 // a [rows][cols] matrix, or n of them, with its bias; rows 0: however many the file has
@@ -2311,20 +2063,14 @@ static Matrix load_unscaled(Loader *ld, const char *name, int cols, int rows, in
                STR_ARG(t->name), cols, rows, n, ne[0], ne[1], ne[2], ne[3]);
     if (!ld->ok) return (Matrix){0};
     return (Matrix){.data = t->data, .type = t->type, .rows = rows, .cols = cols,
-                    .bias = load_vector(ld, name, ".bias", (uint64_t)rows * n),
+                    .bias = load_vector(ld, less_mark(name), ".bias", (uint64_t)rows * n),
                     .step = rows * quant_row_bytes(t->type, cols)};
 }
 
 // the same with the factor of its product, if the file has one (NVFP4)
 static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int n) {
     Matrix w = load_unscaled(ld, name, cols, rows, n);
-    if (w.data) w.scale = load_vector(ld, name, ".scale", n);
-    return w;
-}
-
-static Matrix need_matrix(Loader *ld, const char *name, int cols, int rows, int n) {
-    Matrix w = load_matrix(ld, name, cols, rows, n);
-    require(ld, w.data, name, ".weight");
+    if (w.data) w.scale = load_vector(ld, less_mark(name), ".scale", n);
     return w;
 }
 
@@ -2355,7 +2101,7 @@ static void load_fused(Loader *ld, const char *name, int cols, int n_expert, con
     Matrix all = load_matrix(ld, name, cols, rows, n_expert);
     for (int i = 0; i < n; at += part[i++].rows) {
         if (all.data) *part[i].w = matrix_rows(all, at, part[i].rows);
-        else *part[i].w = need_matrix(ld, part[i].name, cols, part[i].rows, n_expert);
+        else *part[i].w = load_matrix(ld, part[i].name, cols, part[i].rows, n_expert);
     }
 }
 
@@ -2387,15 +2133,15 @@ static void load_attention(Loader *ld, Layer *w) {
     if (!(ld->arch->flags & GATE) && first && w->hd == w->vd &&
         first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;
     load_fused(ld, "attn_qkv", c->dim, 1,
-               (Slice[]){{"attn_q", q, &w->q}, {"attn_k", k, &w->k},
-                         {v_is_k ? "attn_k" : "attn_v", v, &w->v}},
+               (Slice[]){{"!attn_q", q, &w->q}, {"!attn_k", k, &w->k},
+                         {v_is_k ? "!attn_k" : "!attn_v", v, &w->v}},
                fused || !shares ? 3 : 1);
     if (shares && !fused) {   // a file may hold what nobody reads
         load_matrix(ld, "attn_k", c->dim, k, 1);
         load_matrix(ld, "attn_v", c->dim, v, 1);
     }
     if (shares) w->k = w->v = (Matrix){0};
-    w->o = need_matrix(ld, "attn_output", w->n_head * w->vd, c->dim, 1);
+    w->o = load_matrix(ld, "!attn_output", w->n_head * w->vd, c->dim, 1);
     if (c->value_scale != 1) w->o.scale = &c->value_scale;
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
     load_gate(ld, w, w->n_head, w->vd);
@@ -2403,25 +2149,24 @@ static void load_attention(Loader *ld, Layer *w) {
 }
 
 typedef struct { const char *gate, *up, *down, *both; } FfnNames;   // both: gate and up in one
-static const FfnNames DENSE_NAMES = {"ffn_gate", "ffn_up", "ffn_down", "ffn_up"};
+static const FfnNames DENSE_NAMES = {"ffn_gate", "!ffn_up", "!ffn_down", "ffn_up"};
 
 // Loads gate, up and down of an FFN, or of n experts; `gated` says when there must be a gate.
 // Returns the width, which is ff or, where that is 0, what the file has.
 static int load_ffn(Loader *ld, const FfnNames *name, int cols, int ff, int n, Matrix **w) {
     const Config *c = &ld->m->config;
     const Tensor *both = find_tensor(ld, name->both, ".weight");
-    const Tensor *down = find_tensor(ld, name->down, ".weight");
-    if (!ff) require(ld, down, name->down, ".weight");
+    const Tensor *down = ff ? NULL : find_tensor(ld, name->down, ".weight");
     if (!ff) ff = down && down->ne[0] < 1 << 30 ? down->ne[0] : 1;
     *w[0] = load_matrix(ld, name->gate, cols, ff, n);
     if (!w[0]->data && both && both->ne[1] == 2 * ff)
-        load_fused(ld, name->both, cols, n, (Slice[]){{"", ff, w[0]}, {"", ff, w[1]}}, 2);
-    else *w[1] = need_matrix(ld, name->up, cols, ff, n);
+        load_fused(ld, name->both, cols, n, (Slice[]){{"!", ff, w[0]}, {"!", ff, w[1]}}, 2);
+    else *w[1] = load_matrix(ld, name->up, cols, ff, n);
     bool gated = c->act != ACT_RELU2 && (c->act != ACT_GELU || c->norm == NORM_RMS);
     bool alone = c->act == ACT_XIELU;   // up has no gate
     if (gated && !alone) require(ld, w[0]->data, name->gate, ".weight");
     if (alone && (w[0]->data || n > 1)) refuse(ld, "layer %d: xIELU with gates, or experts", ld->l);
-    *w[2] = need_matrix(ld, name->down, ff, cols, n);
+    *w[2] = load_matrix(ld, name->down, ff, cols, n);
     return ff;
 }
 
@@ -2449,7 +2194,7 @@ static void load_norms(Loader *ld, Layer *w) {
     }
     w->attn_post_norm = load_norm(ld, "post_attention_norm", 1, c->dim);
     w->ffn_post_norm = load_norm(ld, "post_ffw_norm", 1, c->dim);
-    if (ld->arch->flags & EMBD_NORMED) w->attn_post_norm.eps = w->ffn_post_norm.eps = 1e-8f;
+    if (ld->m->config.embd_normed) w->attn_post_norm.eps = w->ffn_post_norm.eps = 1e-8f;
     if (!w->ffn_norm.w) w->ffn_norm = output_norm;
     if (!w->ffn_norm.w && !w->ffn_post_norm.w) {
         w->ffn_norm = w->attn_post_norm;
@@ -2624,14 +2369,15 @@ static bool load_arch(Loader *ld) {
     const Alias *alias = find_alias(m->gguf);
     if (!name.s) return refuse(ld, "key general.architecture is missing");
     if (alias) name = (Str){alias->ours, strlen(alias->ours)};
-    snprintf(c->name, sizeof c->name, "%.*s", STR_ARG(name));
     double layers = load_number(ld, "block_count", 0) - load_number(ld, "nextn_predict_layers", 0);
     for (const Arch *a = ARCHS; a < ARCHS + COUNT(ARCHS) && !ld->arch; a++) {
         const char *behind = find_str(name, a->names);
         if (!behind || (a->n_layer && a->n_layer != layers)) continue;
         ld->arch = a;
+        *c = a->c;
         c->verified = *behind == '*';
     }
+    snprintf(c->name, sizeof c->name, "%.*s", STR_ARG(name));
     if (!ld->arch || !str_eq(name, c->name))
         return refuse(ld, "architecture %.*s is not supported; --help lists those that are",
                       STR_ARG(name));
@@ -2639,16 +2385,14 @@ static bool load_arch(Loader *ld) {
     return ld->ok;
 }
 
-// Sets what the architecture's row implies, given the sizes; the file may still override it.
+// Sets what follows from the architecture's row and the sizes; the file may still override it.
 static void imply_config(Config *c, const Arch *a) {
-    uint64_t flags = a->flags;
+    int flags = a->flags;
     if (!c->hd && c->n_head) c->hd = c->dim / c->n_head;
     if (!c->vd && c->n_head) c->vd = c->dim / c->n_head;
     c->n_rot = c->hd;
     c->n_ctx_orig = c->n_ctx;
     c->router_scale = 1 / sqrtf(c->dim);
-    c->embd_normed = flags & EMBD_NORMED;
-    c->softplus_gates = flags & GATE_SOFTPLUS;
     c->embd_scale = flags & EMBD_SQRT ? sqrtf(c->dim) : 1;
     c->residual_scale = c->logit_scale = 1;
     if (flags & MUP) {
@@ -2656,38 +2400,18 @@ static void imply_config(Config *c, const Arch *a) {
         c->residual_scale = 1.4f / sqrtf(c->n_layer);
         c->logit_scale = 256.0f / c->dim;
     }
-    c->logit_cap = flags & (CAPPED | LOGITS_CAPPED) ? 30 : 0;
-    c->attn_cap = flags & CAPPED ? 50 : 0;
     c->attn_scale = 1 / sqrtf(flags & SCALE_BY_DIM ? c->dim / (float)c->n_head : c->hd);
     if (flags & SCALE_BY_HEAD) c->attn_scale *= c->attn_scale;
-    if (flags & QKV_NORMED) c->attn_scale = 1;
-    c->alibi = flags & ALIBI_8 ? 8 : 0;
-    c->window = flags & WINDOW_4096 ? 4096 : a->span;
-    c->causal = !(flags & (ENCODER | BOTH_WAYS));
-    c->encoder = flags & ENCODER;
-    c->norm = a->norm;
-    c->act = a->act;
-    c->qk_norm_late = flags & QK_NORM_LATE;
-    c->values_normed = flags & QKV_NORMED;
-    c->local_unscaled = flags & LOCAL_UNSCALED;
-    c->sections_mixed = flags & SECTIONS_MIXED;
-    c->key_tiled = flags & DELTA_TILED;
-    c->rope_base_local = flags & LOCAL_10000 ? 10000 : c->rope_base;
-    c->gates_normed = flags & GATES_NORMED;
-    c->gating = flags & GATES_SIGMOID ? GATING_SIGMOID : GATING_SOFTMAX;
-    c->inputs_weighed = flags & INPUTS_WEIGHED;
-    c->routed_first = flags & ROUTED_FIRST;
-    c->limit_first = flags & LIMIT_FIRST;
-    c->span = a->span;
-    c->sharpen_scale = flags & SHARPENED ? 0.1f : 0;
-    c->sharpen_length = a->span;
+    if (c->values_normed) c->attn_scale = 1;
+    c->causal = !c->encoder && !(flags & BOTH_WAYS);
+    if (!c->rope_base_local) c->rope_base_local = c->rope_base;
 }
 
 // RoPE's numbers, and what is made of them. The order matters: each line reads those above it.
 static void derive_rope(Loader *ld) {
     Config *c = &ld->m->config;
     Hints *h = &ld->hints;
-    uint64_t flags = ld->arch->flags;
+    int flags = ld->arch->flags;
     const Meta *scaling = arch_meta(ld, "rope.scaling.type");
     const Alias *alias = find_alias(ld->m->gguf);
     Str type = meta_str(scaling);
@@ -2695,7 +2419,6 @@ static void derive_rope(Loader *ld) {
     if (str_eq(type, "none")) c->rope_factor = 1;
     if (scaling && !find_str(type, "none linear yarn longrope llama3"))
         refuse(ld, "rope.scaling.type '%.*s' is not supported", STR_ARG(type));
-    c->rope = ld->arch->rope;
     if (flags & ROPE_TUNED && !h->rope_tuned) c->rope = ROPE_NONE;
     if (h->rope_sections) c->rope = ROPE_HALVES;
     if (c->n_rot < 0) c->n_rot = c->hd;
@@ -2753,11 +2476,16 @@ static void derive_config(Loader *ld) {
 
 static void load_config(Loader *ld) {
     enum { MISSING = -1 };   // below what KEYS allows: the file must have this eps
-    if (ld->arch->norm == NORM_RMS) ld->hints.eps_rms = MISSING;
-    else ld->m->config.eps = MISSING;
-    load_keys(ld, NULL);                                 // first the sizes
-    if (ld->ok) imply_config(&ld->m->config, ld->arch);   // then what the row implies
-    load_keys(ld, NULL);                                 // then the file again, which overrides it
+    Config *c = &ld->m->config;
+    *(c->norm == NORM_RMS ? &ld->hints.eps_rms : &c->eps) = MISSING;
+    c->pooling = -1;
+    c->rope_base = 10000;   // what neither row nor file may say
+    c->yarn_fast = 32;
+    c->rope_factor = c->rope_mag = c->yarn_slow = c->gates_scale = c->value_scale = c->n_loops = 1;
+    if (!c->gating) c->gating = GATING_SOFTMAX;
+    load_keys(ld, NULL);                      // first the sizes
+    if (ld->ok) imply_config(c, ld->arch);    // then what follows from them
+    load_keys(ld, NULL);                      // then the file again, which overrides it
     if (ld->ok) derive_config(ld);
 }
 
@@ -2777,9 +2505,6 @@ static void repeat_layers(Model *m, bool bare) {
 static bool weights_load(Model *m, Error *e) {
     Loader ld = {.m = m, .e = e, .ok = true, .l = -1, .hints = {.rope_tuned = true}};
     Config *c = &m->config;
-    *c = (Config){.pooling = -1, .rope_base = 10000, .rope_factor = 1, .rope_mag = 1,
-                  .yarn_fast = 32, .yarn_slow = 1, .gating = GATING_SOFTMAX, .gates_scale = 1,
-                  .value_scale = 1, .n_loops = 1};   // where neither file nor row says otherwise
     if (load_arch(&ld)) load_config(&ld);
     if (!ld.ok) return false;
     // layers that rotate fewer numbers than others read the first ones
@@ -2790,7 +2515,7 @@ static bool weights_load(Model *m, Error *e) {
     m->freqs_short = load_vector(&ld, "rope_factors_short", ".weight", n_freqs);
     if (!m->freqs_long != !m->freqs_short)
         require(&ld, NULL, m->freqs_long ? "rope_factors_short" : "rope_factors_long", ".weight");
-    m->embd = need_matrix(&ld, "token_embd", c->dim, 0, 1);
+    m->embd = load_matrix(&ld, "!token_embd", c->dim, 0, 1);
     m->output = load_matrix(&ld, "output", c->dim, 0, 1);
     if (!m->output.data) m->output = m->embd;   // the two are tied
     c->n_vocab = m->output.rows;
@@ -2858,7 +2583,7 @@ static bool model_load(Model *m, const char *path, bool weights, Error *e) {
 
 bool model_open(Model *m, const char *path, Error *e) { return model_load(m, path, true, e); }
 
-// ==== Part III: more mixers =====================================================================
+// ==== Part III: other families ==================================================================
 //
 // What other families add to a Llama. A block comes in with s->normed, the chunk's normed stream,
 // and the layer s->l; out goes s->out, what is added to the stream. A section is one idea; where it
@@ -2875,8 +2600,6 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 //   21  latent attention    keys and values are made of a latent
 //   22  Gemma 4             shared caches, an input for each layer
 //   23  memory              buffers and states of all these
-
-#define INLINE QUANT_INLINE
 
 // ---- 14. positions ----
 //
@@ -2938,7 +2661,22 @@ static float rope_scaling(const Model *m, int kind, int window, double *freq) {
     return (unscaled ? 1 : c->rope_mag) * (1 + longer) / (1 + c->yarn_log * longer);
 }
 
-// ALiBi (arXiv 2108.12409) takes slope * distance off a score. The slopes of n = 2^k heads are
+// Can the model run a text of n tokens?
+static bool check_more(const Session *s, int n, Error *e) {
+    const Model *m = s->m;
+    if (m->config.n_exact && n > m->config.n_exact)
+        return fail(e, "position %d: beyond %d this model chooses what it attends to, which the "
+                       "engine does not know", n - 1, m->config.n_exact);
+    if (m->pos_embd.data && n > m->pos_embd.rows)
+        return fail(e, "position %d is past the model's %lld learned positions", n - 1,
+                    (long long)m->pos_embd.rows);
+    if (!m->config.causal && n > s->o.chunk)
+        return fail(e, "an encoder sees its whole text at once: %d tokens, in a chunk of %d", n,
+                    s->o.chunk);
+    return true;
+}
+
+// ALiBi (arXiv 2108.12409) subtracts slope * distance from a score. The slopes of n = 2^k heads are
 // powers of one ratio: 2^(-max_bias * (h + 1) / n). Of any other number, the first 2^k heads have
 // these slopes, and the rest every other one of the sequence for 2^(k+1) heads.
 static void alibi_slopes(float *slope, int n_head, float max_bias) {
@@ -3031,9 +2769,19 @@ static void xielu(float *x, int n, const Layer *w) {
     }
 }
 
+// up = act(gate) * up, or act(up) where there is no gate, in families other than a Llama
+static void activate_more(const Session *s, const Ffn *f, float *gate, float *up) {
+    const Config *c = &s->m->config;
+    int ff = f->up->rows;
+    if (!f->gate->data) gate = NULL;
+    if (c->act == ACT_XIELU) xielu(up, ff, &s->m->layers[s->l]);
+    else if (gate && f->limit > 0) activate_limited(c, gate, up, ff, f->limit);
+    else activate(up, gate, up, ff, c->act);
+}
+
 // A row of the cache that a query does not see has the weight 0, but 0 times a NaN is a NaN: so
-// values in the cache must be finite. What is not in a value v [n] becomes 0 here, and its key gets
-// a NaN, which goes into the scores of those that see the row, and of nobody else.
+// values in the cache must be finite. Numbers of a value v [n] that are not become 0 here, and its
+// key gets a NaN, which goes into the scores of those queries that see the row, and of no others.
 static void cache_finite(uint16_t *v, int n, uint16_t *key) {
     enum { EXPONENT = 0x7C00 };   // of an f16; all of it is set in infinities and NaNs
     int damaged = 0;
@@ -3041,6 +2789,44 @@ static void cache_finite(uint16_t *v, int n, uint16_t *key) {
     if (!damaged) return;
     for (int i = 0; i < n; i++) v[i] = (v[i] & EXPONENT) == EXPONENT ? 0 : v[i];
     *key = EXPONENT + 1;
+}
+
+// A token's heads before RoPE: limits (OLMo), norms of queries and keys (Qwen 3), of values (Gemma
+// 4). After RoPE some models norm queries and keys, or sharpen queries.
+
+static void norm_heads(const Session *s, float *q, int n_head, float *k, int n_kv) {
+    const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
+    if (w->q_norm.n) norm(q, q, n_head * w->hd, &w->q_norm, c->norm, c->eps);
+    if (w->k_norm.n) norm(k, k, n_kv * w->hd, &w->k_norm, c->norm, c->eps);
+}
+
+static void before_rope(const Session *s, float *q, int n_head, float *k, float *v, int n_kv) {
+    const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
+    clamp(q, n_head * w->hd, c->clamp_qkv);
+    clamp(k, n_kv * w->hd, c->clamp_qkv);
+    clamp(v, n_kv * w->vd, c->clamp_qkv);
+    if (!c->qk_norm_late) norm_heads(s, q, n_head, k, n_kv);
+    if (c->values_normed) norm(v, v, n_kv * w->vd, &(Norm){.group = w->vd}, NORM_RMS, c->eps);
+}
+
+static void after_rope(const Session *s, float *q, int n_head, float *k, int n_kv, int pos) {
+    if (s->m->config.qk_norm_late) norm_heads(s, q, n_head, k, n_kv);
+    sharpen(s, q, n_head * s->m->layers[s->l].hd, pos);
+}
+
+// How scores differ, and what a query sees: in latent attention values are the first numbers of a
+// key; encoders see both ways; a chunk lies in one span.
+static void see_more(const Session *s, Attention *a) {
+    const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
+    a->softcap = c->attn_cap;
+    a->sinks = w->sinks;
+    if (c->alibi > 0) a->slopes = s->slopes;
+    if (a->v == a->k) a->v_step = w->hd;
+    if (!c->causal) a->ahead = a->window - 1;
+    if (c->span && w->window) a->span_start = s->pos / c->span * c->span;
 }
 
 // Gates of attention: a head's result is multiplied by sigmoid(gate) or softplus(gate). The rows of
@@ -3056,6 +2842,22 @@ static void split_gate_row(Session *s, const void *arg, size_t i) {
         memcpy(s->q + at * hd, s->mix + 2 * at * hd, hd * sizeof *s->q);
         memcpy(s->z + at * hd, s->mix + (2 * at + 1) * hd, hd * sizeof *s->z);
     }
+}
+
+static bool gates_in_q(const Layer *w) { return w->q.rows > w->n_head * w->hd; }
+static bool has_gates(const Layer *w) { return gates_in_q(w) || w->attn_gate.data; }
+
+// The products of attention where gates come with them. A layer that reads another one's cache has
+// neither k nor v.
+static void project_more(Session *s) {
+    const Layer *w = &s->m->layers[s->l];
+    int n = s->n, jobs = w->k.rows ? 3 : 1;
+    Matmul in[4] = {{&w->q, s->normed, gates_in_q(w) ? s->mix : s->q, n},
+                    {&w->k, s->normed, s->k, n},
+                    {&w->v, s->normed, s->v, n}};
+    if (w->attn_gate.data) in[jobs++] = (Matmul){&w->attn_gate, s->normed, s->z, n};
+    matmul(s->pool, &s->op_scratch, in, jobs);
+    if (gates_in_q(w)) each_row(s, split_gate_row, w, n);
 }
 
 static void load_gate(Loader *ld, Layer *w, int n_head, int vd) {
@@ -3084,6 +2886,30 @@ static void gate_attention(Session *s, float *x, int width) {
     each_row(s, gate_row, &(Gated){x, width, gates}, s->n);
 }
 
+// x += out, in a layer that does more than that. `post` is the block's own norm, of its result or,
+// in an encoder, of the sum; it also tells which block this is.
+static bool adds_more(const Layer *w) {
+    return w->attn_post_norm.w || w->ffn_post_norm.w || w->attn_norm_2.w || w->out_scale ||
+           w->last_norm.w || w->input_gate.data;
+}
+
+static void add_more_row(Session *s, const void *arg, size_t i) {
+    const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
+    const Norm *post = arg, *last = &w->ffn_post_norm;   // of the layer's last block
+    float *x = s->x + i * c->dim, *out = s->out + i * c->dim;
+    if (w->input_gate.data) last = &w->input_norm;
+    if (!w->up.data) last = &w->attn_post_norm;
+    if (post->w && !c->encoder) norm(out, out, c->dim, post, c->norm, c->eps);
+    add_scaled(x, out, c->dim, c->residual_scale);
+    if (post == last && w->out_scale) scale(x, c->dim, *w->out_scale);
+    if (post == last && w->last_norm.w) norm(x, x, c->dim, &w->last_norm, c->norm, c->eps);
+    if (post->w && c->encoder) norm(x, x, c->dim, post, c->norm, c->eps);
+    if (post != &w->attn_post_norm || !w->attn_norm_2.w) return;
+    add_scaled(x, s->normed + i * c->dim, c->dim, 1);   // JinaBERT: the block's input, too
+    norm(x, x, c->dim, &w->attn_norm_2, c->norm, c->eps);
+}
+
 // ---- 16. experts ----
 //
 // A mixture of experts has n_expert FFNs; a router chooses n_used of them for each token, and their
@@ -3092,17 +2918,16 @@ static void gate_attention(Session *s, float *x, int width) {
 // experts have an input of a width of their own: one product makes it, one widens their sum.
 
 static void load_experts(Loader *ld, Layer *w) {
-    static const FfnNames sparse = {"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps",
+    static const FfnNames sparse = {"ffn_gate_exps", "!ffn_up_exps", "!ffn_down_exps",
                                     "ffn_gate_up_exps"};
-    static const FfnNames shared = {"ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp",
+    static const FfnNames shared = {"ffn_gate_shexp", "!ffn_up_shexp", "!ffn_down_shexp",
                                     "ffn_up_shexp"};
     Config *c = &ld->m->config;
     int n = c->n_expert, dense = w->ff;
     if (w->n_used < 1 || w->n_used > n / c->n_group * c->n_group_used)
         refuse(ld, "a token uses %d of %d experts", w->n_used, n);
     c->n_used = larger(c->n_used, w->n_used);
-    w->router = load_unscaled(ld, "ffn_gate_inp", c->dim, n, 1);   // its .scale is of its input
-    require(ld, w->router.data, "ffn_gate_inp", ".weight");
+    w->router = load_unscaled(ld, "!ffn_gate_inp", c->dim, n, 1);   // its .scale is of its input
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
     if (!w->router_bias) w->router_bias = load_vector(ld, "exp_probs_b", "", n);
     w->latent_down = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
@@ -3110,7 +2935,7 @@ static void load_experts(Loader *ld, Layer *w) {
     int wide = latent ? w->latent_down.rows : c->dim;   // of an expert's input
     if (latent && (gated || find_tensor(ld, "ffn_gate_inp", ".scale")))
         refuse(ld, "layer %d: latent experts with a gate or beside a dense FFN", ld->l);
-    if (latent) w->latent_up = need_matrix(ld, "ffn_latent_up", wide, c->dim, 1);
+    if (latent) w->latent_up = load_matrix(ld, "!ffn_latent_up", wide, c->dim, 1);
     w->ff = load_ffn(ld, &sparse, wide, 0, n, (Matrix *[]){&w->gate, &w->up, &w->down});
     if (!w->down.scale) w->down.scale = load_vector(ld, "ffn_gate_inp", ".per_expert_scale", n);
     const float *scale = load_vector(ld, "ffn_gate_inp", ".scale", c->dim);
@@ -3118,13 +2943,13 @@ static void load_experts(Loader *ld, Layer *w) {
         w->router_norm = (Norm){scale, NULL, c->dim, c->dim, 0};
         w->router.scale = &c->router_scale;
         require(ld, w->ffn_post_norm.w, "post_ffw_norm", ".weight");
-        w->expert_norm = need_norm(ld, "pre_ffw_norm_2", c->dim);
-        w->shared_post = need_norm(ld, "post_ffw_norm_1", c->dim);
-        w->expert_post = need_norm(ld, "post_ffw_norm_2", c->dim);
+        w->expert_norm = load_norm(ld, "!pre_ffw_norm_2", 1, c->dim);
+        w->shared_post = load_norm(ld, "!post_ffw_norm_1", 1, c->dim);
+        w->expert_post = load_norm(ld, "!post_ffw_norm_2", 1, c->dim);
     }
     Matrix *ffn[] = {&w->shared_gate, &w->shared_up, &w->shared_down};
     if (scale) load_ffn(ld, &DENSE_NAMES, c->dim, dense, 1, ffn);
-    else if (find_tensor(ld, shared.up, ".weight")) {
+    else if (find_tensor(ld, shared.both, ".weight")) {
         load_ffn(ld, &shared, c->dim, 0, 1, ffn);
         w->shared_router = load_matrix(ld, "ffn_gate_inp_shexp", c->dim, 1, 1);
     }
@@ -3362,7 +3187,7 @@ INLINE void prefetch_l1(const void *p, int bytes) {   // harmless on unmapped ad
 // They are copied into the order of later files: those of q of all heads, of k, of v, of z.
 static void load_interleaved(Loader *ld, Layer *w, int qkv, int values) {
     const Config *c = &ld->m->config;
-    Matrix all = need_matrix(ld, "ssm_in", c->dim, qkv + values, 1);
+    Matrix all = load_matrix(ld, "!ssm_in", c->dim, qkv + values, 1);
     if (all.bias) refuse(ld, "tensor %sssm_in: bias", ld->prefix);
     size_t row = ld->ok ? quant_row_bytes(all.type, c->dim) : 0;
     uint8_t *to = ld->ok ? keep_memory(ld, (qkv + values) * row) : NULL;
@@ -3383,14 +3208,14 @@ static void load_delta(Loader *ld, Layer *w, int qkv, int values) {
     const Config *c = &ld->m->config;
     if (find_tensor(ld, "ssm_in", ".weight")) load_interleaved(ld, w, qkv, values);
     else {
-        w->conv_in = need_matrix(ld, "attn_qkv", c->dim, qkv, 1);
-        w->z = need_matrix(ld, "attn_gate", c->dim, values, 1);
+        w->conv_in = load_matrix(ld, "!attn_qkv", c->dim, qkv, 1);
+        w->z = load_matrix(ld, "!attn_gate", c->dim, values, 1);
     }
-    w->delta_norm = need_norm(ld, "ssm_norm", c->dv);
+    w->delta_norm = load_norm(ld, "!ssm_norm", 1, c->dv);
     w->beta_alpha = load_matrix(ld, "ssm_ba", c->dim, 2 * c->n_value, 1);
     if (w->beta_alpha.data) return;
-    w->alpha = need_matrix(ld, "ssm_alpha", c->dim, c->n_value, 1);
-    w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
+    w->alpha = load_matrix(ld, "!ssm_alpha", c->dim, c->n_value, 1);
+    w->beta = load_matrix(ld, "!ssm_beta", c->dim, c->n_value, 1);
 }
 
 // One matrix [rows][dim] by the name of a, or two, a [..][dim] and behind it b [rows][..].
@@ -3398,9 +3223,9 @@ static void load_pair(Loader *ld, const char *a_name, const char *b_name, int ro
                       Matrix *last) {
     int dim = ld->m->config.dim;
     if (find_tensor(ld, b_name, ".weight")) {
-        *a = need_matrix(ld, a_name, dim, 0, 1);
-        *last = need_matrix(ld, b_name, a->rows, rows, 1);
-    } else *last = need_matrix(ld, a_name, dim, rows, 1);
+        *a = load_matrix(ld, a_name, dim, 0, 1);
+        *last = load_matrix(ld, b_name, a->rows, rows, 1);
+    } else *last = load_matrix(ld, a_name, dim, rows, 1);
 }
 
 // Kimi Delta Attention (KDA, arXiv 2510.26692): each column of S has a decay of its own, so g is a
@@ -3409,25 +3234,22 @@ static void load_pair(Loader *ld, const char *a_name, const char *b_name, int ro
 // z may be products of two matrices: alpha alpha_a h, z z_a h.
 static void load_kda(Loader *ld, Layer *w, int wide) {
     const Config *c = &ld->m->config;
-    static const char *const name[3] = {"ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"};
+    static const char *const name[3] = {"!ssm_conv1d_q", "!ssm_conv1d_k", "!ssm_conv1d_v"};
     const float *from[3];
     size_t taps = (size_t)wide * c->conv;
-    load_fused(ld, "attn_qkv", c->dim, 1, (Slice[]){{"attn_q", wide, &w->q},
-               {"attn_k", wide, &w->k}, {"attn_v", wide, &w->v}}, 3);
+    load_fused(ld, "attn_qkv", c->dim, 1, (Slice[]){{"!attn_q", wide, &w->q},
+               {"!attn_k", wide, &w->k}, {"!attn_v", wide, &w->v}}, 3);
     w->q.out_step = w->k.out_step = w->v.out_step = 3 * wide;
     w->conv_in = (Matrix){.rows = 3 * wide, .cols = c->dim};   // stands for the three
-    for (int i = 0; i < 3; i++) {
-        from[i] = load_vector(ld, name[i], ".weight", taps);
-        require(ld, from[i], name[i], ".weight");
-    }
+    for (int i = 0; i < 3; i++) from[i] = load_vector(ld, name[i], ".weight", taps);
     float *joined = ld->ok ? keep_memory(ld, 3 * taps * sizeof *joined) : NULL;
     for (int i = 0; joined && i < 3; i++) memcpy(joined + i * taps, from[i], taps * sizeof *joined);
     w->conv = joined;
     if (load_number(ld, "kda.safe_gate", 1) != 1) refuse(ld, "kda.safe_gate is off");
-    load_pair(ld, "ssm_f_a", "ssm_f_b", wide, &w->alpha_a, &w->alpha);
-    load_pair(ld, "ssm_g_a", "ssm_g_b", wide, &w->z_a, &w->z);
-    w->beta = need_matrix(ld, "ssm_beta", c->dim, c->n_value, 1);
-    w->delta_norm = need_norm(ld, "ssm_norm", c->dv);
+    load_pair(ld, "!ssm_f_a", "ssm_f_b", wide, &w->alpha_a, &w->alpha);
+    load_pair(ld, "!ssm_g_a", "ssm_g_b", wide, &w->z_a, &w->z);
+    w->beta = load_matrix(ld, "!ssm_beta", c->dim, c->n_value, 1);
+    w->delta_norm = load_norm(ld, "!ssm_norm", 1, c->dv);
 }
 
 // A head's S is kept in blocks of DELTA_ROWS of its rows, each [dk][DELTA_ROWS]: rows lie side by
@@ -3597,10 +3419,9 @@ static void kda_block(Session *s, const void *w, size_t i) { memory_block(s, w, 
 
 static void load_space(Loader *ld, Layer *w, int xbc, int values) {
     const Config *c = &ld->m->config;
-    load_fused(ld, "ssm_in", c->dim, 1, (Slice[]){{"", values, &w->z}, {"", xbc, &w->conv_in},
-                                                  {"", c->n_value, &w->alpha}}, 3);
-    w->skip = load_vector(ld, "ssm_d", "", c->n_value);
-    require(ld, w->skip, "ssm_d", "");
+    load_fused(ld, "ssm_in", c->dim, 1, (Slice[]){{"!", values, &w->z}, {"!", xbc, &w->conv_in},
+                                                  {"!", c->n_value, &w->alpha}}, 3);
+    w->skip = load_vector(ld, "!ssm_d", "", c->n_value);
     w->delta_norm = load_norm(ld, "ssm_norm", c->n_key, values / c->n_key);
     if (w->delta_norm.w && !w->delta_norm.group) refuse(ld, "layer %d: ssm_norm's shape", ld->l);
 }
@@ -3622,11 +3443,11 @@ static bool load_recurrent(Loader *ld, Layer *w) {
     if (c->kda) w->mixer = find_tensor(ld, "ssm_f_a", ".weight") ? MIX_DELTA : MIX_NONE;
     if (!w->mixer) return true;
     bool conv = w->mixer == MIX_CONV;
-    const char *taps = conv ? "shortconv.conv" : "ssm_conv1d";
+    const char *taps = conv ? "!shortconv.conv" : "!ssm_conv1d";
     if (!c->conv || !c->causal) refuse(ld, "layer %d: want a causal convolution", ld->l);
     if (conv)
-        load_fused(ld, "shortconv.in_proj", c->dim, 1, (Slice[]){{"", c->dim, &w->alpha},
-                   {"", c->dim, &w->z}, {"", c->dim, &w->conv_in}}, 3);
+        load_fused(ld, "shortconv.in_proj", c->dim, 1, (Slice[]){{"!", c->dim, &w->alpha},
+                   {"!", c->dim, &w->z}, {"!", c->dim, &w->conv_in}}, 3);
     else {
         if (c->n_key < 1 || c->n_value < 1 || c->n_value % c->n_key || !keys || !values)
             refuse(ld, "layer %d: %d value heads cannot share %d key heads (widths %d, %d)",
@@ -3637,18 +3458,15 @@ static bool load_recurrent(Loader *ld, Layer *w) {
         if (!ld->ok) return false;
         if (c->kda) load_kda(ld, w, values);
         else (w->mixer == MIX_SPACE ? load_space : load_delta)(ld, w, qkv, values);
-        w->dt_bias = load_vector(ld, "ssm_dt", ".bias", (uint64_t)c->n_value * larger(c->kda, 1));
-        w->a = load_vector(ld, "ssm_a", "", c->n_value);
-        require(ld, w->dt_bias, "ssm_dt", ".bias");
-        require(ld, w->a, "ssm_a", "");
+        w->dt_bias = load_vector(ld, "!ssm_dt", ".bias", (uint64_t)c->n_value * larger(c->kda, 1));
+        w->a = load_vector(ld, "!ssm_a", "", c->n_value);
     }
-    const char *out = conv ? "shortconv.out_proj" : "ssm_out";
-    if (c->kda) out = "attn_output";
-    w->delta_out = need_matrix(ld, out, w->z.rows, c->dim, 1);
+    const char *out = conv ? "!shortconv.out_proj" : "!ssm_out";
+    if (c->kda) out = "!attn_output";
+    w->delta_out = load_matrix(ld, out, w->z.rows, c->dim, 1);
     if (c->kda) return false;
     w->conv = load_vector(ld, taps, ".weight", (size_t)w->conv_in.rows * c->conv);
-    w->conv_bias = load_vector(ld, taps, ".bias", w->conv_in.rows);
-    require(ld, w->conv, taps, ".weight");
+    w->conv_bias = load_vector(ld, taps + 1, ".bias", w->conv_in.rows);   // which may be missing
     return w->mixer == MIX_SPACE && (find_tensor(ld, "attn_q", ".weight") ||
                                      find_tensor(ld, "attn_qkv", ".weight"));
 }
@@ -3747,17 +3565,17 @@ static void load_latent(Loader *ld, Layer *w) {
     w->hd = c->lora + w->n_rot;
     w->vd = c->lora;
     w->q_a = load_matrix(ld, "attn_q_a", c->dim, 0, 1);
-    if (w->q_a.data) w->q_a_norm = need_norm(ld, "attn_q_a_norm", w->q_a.rows);
+    if (w->q_a.data) w->q_a_norm = load_norm(ld, "!attn_q_a_norm", 1, w->q_a.rows);
     int from = w->q_a.data ? (int)w->q_a.rows : c->dim;
-    w->q = need_matrix(ld, w->q_a.data ? "attn_q_b" : "attn_q", from, n * hd, 1);
-    w->k = need_matrix(ld, "attn_kv_a_mqa", c->dim, w->hd, 1);
-    w->latent_norm = need_norm(ld, "attn_kv_a_norm", c->lora);
+    w->q = load_matrix(ld, w->q_a.data ? "!attn_q_b" : "!attn_q", from, n * hd, 1);
+    w->k = load_matrix(ld, "!attn_kv_a_mqa", c->dim, w->hd, 1);
+    w->latent_norm = load_norm(ld, "!attn_kv_a_norm", 1, c->lora);
     w->k_b = load_matrix(ld, "attn_k_b", nope, c->lora, n);
+    const char *kv_b = w->k_b.data || c->kda ? "attn_kv_b" : "!attn_kv_b";
     if (c->kda) require(ld, w->k_b.data, "attn_k_b", ".weight");   // none is known without
-    Matrix both = load_matrix(ld, "attn_kv_b", c->lora, n * (nope + vd), 1);
-    if (w->k_b.data) w->v_b = need_matrix(ld, "attn_v_b", c->lora, vd, n);
+    Matrix both = load_matrix(ld, kv_b, c->lora, n * (nope + vd), 1);
+    if (w->k_b.data) w->v_b = load_matrix(ld, "!attn_v_b", c->lora, vd, n);
     else {   // one tensor has, for each head, rows for keys and rows for values
-        require(ld, both.data, "attn_kv_b", ".weight");
         if (both.bias || both.scale) refuse(ld, "tensor attn_kv_b: bias or scale");
         both.step = (nope + vd) * quant_row_bytes(both.type, c->lora);
         w->k_b = load_turned(ld, &both, n, nope);
@@ -3768,7 +3586,7 @@ static void load_latent(Loader *ld, Layer *w) {
     w->v_b.x_step = n * c->lora;
     w->v_b.out_step = n * vd;
     load_gate(ld, w, n, vd);
-    w->o = need_matrix(ld, "attn_output", n * vd, c->dim, 1);
+    w->o = load_matrix(ld, "!attn_output", n * vd, c->dim, 1);
 }
 
 static void latent_query_row(Session *s, const void *arg, size_t i) {   // norm(Qa h)
@@ -3785,16 +3603,18 @@ static void latent_row(Session *s, const void *arg, size_t i) {
     float *q = s->mix + i * w->q.rows, *to = s->q + i * w->n_head * w->hd + w->vd;
     float *row = s->k + i * w->hd;
     const float *turn = s->angles[w->window ? WINDOWED : FULL] + i * w->n_rot;
+    bool pairs = c->rope == ROPE_PAIRS;
+    int step = pairs ? 2 : 1, apart = pairs ? 1 : w->n_rot / 2;   // see rope
     sharpen(s, q, w->q.rows, pos);
     norm(row, row, w->vd, &w->latent_norm, NORM_RMS, c->eps);
-    if (w->rotated) rope(row + w->vd, turn, w->n_rot, c->rope);
+    if (w->rotated) turn_pairs(row + w->vd, turn, w->n_rot, step, apart);
     uint16_t *to_row = kv->k + (size_t)slot * w->hd;
     narrow(row, w->hd, to_row);
     cache_finite(to_row, w->vd, to_row + w->vd);   // the rotated numbers are no value's
     kv->pos[slot] = pos;
     for (int h = 0; h < w->n_head; h++, q += hd, to += w->hd) {
         memcpy(to, q + hd - w->n_rot, w->n_rot * sizeof *q);
-        if (w->rotated) rope(to, turn, w->n_rot, c->rope);
+        if (w->rotated) turn_pairs(to, turn, w->n_rot, step, apart);
     }
 }
 
@@ -3834,6 +3654,17 @@ static void latent_attention(Session *s) {
     product(s, &w->o, s->mix, s->out);
 }
 
+// Tokens look at each other by latent attention, by a memory of fixed size, or by attention and a
+// memory: these read the same input, and s->out has room for one result, so attention's is added
+// here.
+static void mix_tokens(Session *s) {
+    const Layer *w = &s->m->layers[s->l];
+    if (w->k_b.data) latent_attention(s);
+    else if (w->n_kv) attention_block(s);
+    if (w->n_kv && w->mixer) each_row(s, add_row, NULL, s->n);
+    if (w->mixer) recurrent(s);
+}
+
 // ---- 22. shared caches, an input for each layer (Gemma 4) ----
 //
 // The last layers have no keys and values: they read the cache of the last layer before them of
@@ -3861,14 +3692,14 @@ static void load_inputs(Loader *ld, Layer *w) {   // of a layer; NULL: what all 
     Model *m = ld->m;
     int p = m->config.per_layer, all = m->config.n_layer * p, dim = m->config.dim;
     if (w) {
-        w->input_gate = need_matrix(ld, "inp_gate", dim, p, 1);
-        w->input_proj = need_matrix(ld, "proj", p, dim, 1);
-        w->input_norm = need_norm(ld, "post_norm", dim);
+        w->input_gate = load_matrix(ld, "!inp_gate", dim, p, 1);
+        w->input_proj = load_matrix(ld, "!proj", p, dim, 1);
+        w->input_norm = load_norm(ld, "!post_norm", 1, dim);
         return;
     }
-    m->layer_embd = need_matrix(ld, "per_layer_token_embd", all, 0, 1);
-    m->layer_proj = need_matrix(ld, "per_layer_model_proj", dim, all, 1);
-    m->layer_norm = need_norm(ld, "per_layer_proj_norm", p);
+    m->layer_embd = load_matrix(ld, "!per_layer_token_embd", all, 0, 1);
+    m->layer_proj = load_matrix(ld, "!per_layer_model_proj", dim, all, 1);
+    m->layer_norm = load_norm(ld, "!per_layer_proj_norm", 1, p);
     if (m->layer_embd.rows < m->embd.rows)
         refuse(ld, "per_layer_token_embd has %d rows", (int)m->layer_embd.rows);
 }
@@ -3900,17 +3731,30 @@ static void layer_input_row(Session *s, const void *arg, size_t i) {   // act(Ga
     activate(gate, gate, s->inputs + (i * c->n_layer + s->l) * p, p, c->act);
 }
 
-// Makes the FFN's sum, but for the layer's scale, and runs one more block, whose sum it sets.
-static void add_layer_input(Session *s, Sum *sum) {
+static void add_layer_input(Session *s) {
     const Layer *w = &s->m->layers[s->l];
-    each_row(s, add_row, &(Sum){.post = sum->post}, s->n);
     product(s, &w->input_gate, s->x, s->gate);
     each_row(s, layer_input_row, &s->m->config, s->n);
     product(s, &w->input_proj, s->gate, s->out);
-    sum->post = &w->input_norm;
+    each_row(s, add_more_row, &w->input_norm, s->n);
 }
 
 // ---- 23. memory ----
+
+// An arena hands out pieces of one block of memory. A plan takes buffers from it, and runs twice:
+// on an arena without a block (base NULL) it only counts, then it places the buffers in a block of
+// that size. Setting `used` back lets buffers that never live together share bytes; `peak` is the
+// most in use.
+static void *arena_take(Arena *a, uint64_t count, uint64_t size) {
+    uint64_t at = a->used;
+    a->used += (count * size + 63) / 64 * 64;
+    a->peak = larger(a->peak, a->used);
+    assert(!a->base || a->used <= a->size);   // both runs take the same
+    return a->base ? a->base + at : NULL;
+}
+
+// floats that a token takes at most
+typedef struct { uint64_t q, k, v, att, mix, z, ff, latent; } Widths;
 
 // Widens `most`, floats of a token, so that layer w fits.
 static void widen(Widths *most, const Config *c, const Layer *w) {
@@ -3987,6 +3831,44 @@ static uint64_t count_op_scratch(Session *s) {
         matmul(s->pool, &s->op_scratch, &(Matmul){&s->m->output, s->normed, NULL, rows}, 1);
     }
     return s->op_scratch.peak;
+}
+
+// Every buffer that forward uses, for the widest layer. Those of attention (or another mixer), of
+// the FFN (or experts), and of the logits never live together: they share bytes.
+static void plan_scratch(Session *s, Arena *a) {
+    const Config *c = &s->m->config;
+    int n_rot[] = {[FULL] = c->n_rot, [WINDOWED] = c->n_rot_local};
+    uint64_t n = s->o.chunk, f = sizeof(float), op_scratch = count_op_scratch(s);
+    Widths most = {0};
+    for (int l = 0; l < c->n_layer; l++) widen(&most, c, &s->m->layers[l]);
+    s->op_scratch.base = arena_take(a, 1, op_scratch);
+    s->op_scratch.size = op_scratch;
+    s->x = arena_take(a, n * c->dim, f);
+    s->normed = arena_take(a, n * c->dim, f);
+    s->out = arena_take(a, n * c->dim, f);
+    s->inputs = arena_take(a, n * c->n_layer * c->per_layer, f);
+    for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * n_rot[i], f);
+    for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, n_rot[i] / 2, sizeof(double));
+    s->slopes = arena_take(a, c->n_head, f);
+    s->n_index = s->o.draft > 0 ? larger(2 * (uint64_t)s->o.window, 4096) : 0;
+    s->index = arena_take(a, s->n_index, sizeof *s->index);
+    // SmallThinker routes before attention
+    s->route = arena_take(a, n * larger(c->n_expert, 1), f);
+    uint64_t shared = a->used;   // 1: attention
+    s->q = arena_take(a, n * most.q, f);
+    s->k = arena_take(a, n * most.k, f);
+    s->v = arena_take(a, n * most.v, f);
+    s->att = arena_take(a, n * most.att, f);
+    plan_mixers(s, a, &most);
+    a->used = shared;            // 2: the FFN
+    uint64_t rows = larger(n, c->n_used);
+    s->gate = arena_take(a, rows * most.ff, f);
+    s->up = arena_take(a, rows * most.ff, f);
+    plan_experts(s, a, &most);
+    a->used = shared;            // 3: logits
+    s->logits = arena_take(a, (uint64_t)LOGIT_ROWS * c->n_vocab, f);
+    s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
+    s->penalized = arena_take(a, c->n_vocab, sizeof *s->penalized);
 }
 
 // Runs a plan to learn the size, and again to place the buffers: in whole pages (what a GPU can
@@ -6191,12 +6073,13 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 //
 //   26 the machine     CPUs, clock, terminal, e^x, prefetching
 //   27 threads         the pool; with LLM_PLAIN, Part I's plain loops in place of sections 28 to 37
-//   28 vectors         the few words in which CPUs differ          29 products of one token
+//   28 vectors         the few words in which CPUs differ          29 products of a few tokens
 //   30 tiles           products of many tokens: the idea, and an example
 //   31 the float tile  32 the int8 tile    33 matmul, which cuts products into tasks
-//   34 attention       35 of many queries  36 of one query, with an example
+//   34 attention       35 of many queries  36 of a few queries, with an example
 //   37 AMX             one more tile, and one more attention, for the CPUs that have it
 //   38 the GPU         metal.c, or functions that say that there is none
+//   39 candidates      the sampler's sorting   40 guesses         several tokens in one pass
 // Read 27, 30 and 33 first, then 34 and 36; 28, 29, 31, 32 and 35 are their inner loops.
 //
 // A group is 32 consecutive weights or activations (of heads, those that share a KV head), half of
@@ -6783,8 +6666,9 @@ INLINE void put_sums(vf sums[][LANES], int n, int64_t i, int64_t rows, float *ou
     }
 }
 
-// tokens: job->n or more, whose sums are not used; a constant, so that sums stay in registers
-INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_ARGS) {
+// rows at a time, and tokens: job->n or more, whose sums are not used; constants, so that sums stay
+// in registers. One of the two is 1.
+INLINE void block_matvec(DecodeFn *decode, const Format *f, int rows, int tokens, MATVEC_ARGS) {
     int64_t cols = job->w->cols, step = (cols + 255) / 256;
     int bytes = f->bytes, n = job->n;
     const uint8_t *b = weight_at(job->w, r, 0);
@@ -6792,98 +6676,85 @@ INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_A
     vf sums[FEW][LANES] = {{{0}}};
     uint8_t last[512] = {0};   // the weights that end a row, with zeros behind
     for (int t = 0; t < tokens; t++) acts[t] = (const TokenActs *)x + smaller(t, n - 1) * step;
-    int64_t i = 0;
-    // With four lanes two rows of q4_0, whose decoder leaves registers free, share the loads of x.
-    bool pairs = LANES == 4 && tokens == 1 && f->bias == 8 && cols % 256 == 0;
-    for (; pairs && i + 1 < end - r; i += 2, b += step * bytes) {
-        vf sum[2][1][2] = {{{{0}}}};
-        for (int64_t k = 0; k < step; k++, b += bytes) {
-            const uint8_t *rows[2] = {b, b + step * bytes};
-            UNROLL for (int j = 0; j < 2; j++) prefetch_ahead(rows[j], bytes);
-            UNROLL for (int j = 0; j < 2; j++) dot256(decode, f, rows[j], 1, acts, k, sum[j]);
-        }
-        for (int j = 0; j < 2; j++) {
-            sums[0][(i + j) % LANES] = sum[j][0][0] - sum[j][0][1] * (float)f->bias;
-            put_sums(sums, 1, i + j, end - r, job->out + r, 0);
-        }
-    }
-    for (; i < end - r; i++) {
+    for (int64_t i = 0; i < end - r; i += rows, b = weight_at(job->w, r + i, 0)) {
         vf sum[FEW][2] = {{{0}}};
-        for (int64_t k = 0; k < cols; k += 256) {
+        for (int64_t k = 0; k < cols; k += 256, b += bytes) {
             int64_t size = smaller(cols - k, 256) * bytes / 256;
-            prefetch_ahead(b, bytes);
-            const uint8_t *from = size < bytes ? memcpy(last, b, size) : b;
-            dot256(decode, f, from, tokens, acts, k / 256, sum);
-            b += size;
+            UNROLL for (int j = 0; j < rows; j++) prefetch_ahead(b + j * cols * bytes / 256, bytes);
+            UNROLL for (int j = 0; j < rows; j++) {
+                const uint8_t *from = b + j * cols * bytes / 256;
+                if (size < bytes) from = memcpy(last, from, size);
+                dot256(decode, f, from, tokens, acts, k / 256, sum + j);
+            }
         }
-        UNROLL for (int t = 0; t < tokens; t++)
-            sums[t][i % LANES] = sum[t][0] + sum[t][1] * (f->bias ? -(float)f->bias : 1);
-        put_sums(sums, n, i, end - r, job->out + r, output_step(job->w));
+        UNROLL for (int j = 0; j < rows; j++) {
+            UNROLL for (int t = 0; t < tokens; t++)
+                sums[t][(i + j) % LANES] = sum[j + t][0] + sum[j + t][1] *
+                                           (f->bias ? -(float)f->bias : 1);
+            put_sums(sums, n, i + j, end - r, job->out + r, output_step(job->w));
+        }
     }
 }
 
 // four sums at a time: an addition takes four cycles, and those to one sum wait for one another.
 // Two vectors go to each sum before the next token's turn.
-INLINE void float_matvec(vf load(const void *), int size, int n, MATVEC_ARGS) {
+INLINE void float_matvec(vf load(const void *), int size, int rows, int n, MATVEC_ARGS) {
     enum { STEP = 8 * LANES };
     int64_t cols = job->w->cols, count;
     const uint8_t *w = weight_at(job->w, r, 0);
     vf sums[FEW][LANES] = {{{0}}};
     uint8_t last[4 * STEP] = {0};      // the end of a row, with zeros behind
     float edge[FEW][STEP] = {{0}};     // and its activations
-    int64_t i = 0;
-    bool pairs = LANES == 4 && n == 1 && cols % STEP == 0;   // of rows, which share the loads of x
-    for (; pairs && i + 1 < end - r; i += 2, w += cols * size) {
-        vf sum[2][4] = {{{0}}};
-        for (int64_t k = 0; k < cols; k += STEP, w += STEP * size) {
-            const uint8_t *rows[2] = {w, w + cols * size};
-            UNROLL for (int j = 0; j < 2; j++) prefetch_ahead(rows[j], STEP * size);
-            UNROLL for (int j = 0; j < 8; j++) {
-                vf y = load_f32((const float *)x + k + j * LANES);
-                sum[0][j % 4] += load(rows[0] + j * LANES * size) * y;
-                sum[1][j % 4] += load(rows[1] + j * LANES * size) * y;
-            }
-        }
-        for (int j = 0; j < 2; j++) {
-            sums[0][(i + j) % LANES] = (sum[j][0] + sum[j][1]) + (sum[j][2] + sum[j][3]);
-            put_sums(sums, 1, i + j, end - r, job->out + r, 0);
-        }
-    }
-    for (; i < end - r; i++) {
-        vf sum[FEW][4] = {{{0}}}, weights[8];
+    for (int64_t i = 0; i < end - r; i += rows, w += (rows - 1) * cols * size) {
+        vf sum[FEW][4] = {{{0}}}, weights[2][8];
         for (int64_t k = 0; k < cols; k += STEP, w += count * size) {
             const float *y = (const float *)x + k;
-            const uint8_t *from = w;
             size_t step = input_step(job->w);
             count = smaller(cols - k, STEP);
-            prefetch_ahead(w, STEP * size);
+            UNROLL for (int q = 0; q < rows; q++) {
+                const uint8_t *from = w + q * cols * size;
+                prefetch_ahead(from, STEP * size);
+                if (count < STEP) from = memcpy(last, from, count * size);
+                UNROLL for (int j = 0; j < 8; j++) weights[q][j] = load(from + j * LANES * size);
+            }
             if (count < STEP) {
                 for (int t = 0; t < n; t++) memcpy(edge[t], y + t * step, count * sizeof *y);
-                from = memcpy(last, w, count * size);
                 y = edge[0];
                 step = STEP;
             }
-            UNROLL for (int j = 0; j < 8; j++) weights[j] = load(from + j * LANES * size);
             for (int t = 0; t < n; t++, y += step)
-                UNROLL for (int j = 0; j < 8; j++)
-                    sum[t][j % 4] += weights[j] * load_f32(y + j * LANES);
+                UNROLL for (int q = 0; q < rows; q++)
+                    UNROLL for (int j = 0; j < 8; j++)
+                        sum[q + t][j % 4] += weights[q][j] * load_f32(y + j * LANES);
         }
         for (int t = 0; t < n; t++)
-            sums[t][i % LANES] = (sum[t][0] + sum[t][1]) + (sum[t][2] + sum[t][3]);
-        put_sums(sums, n, i, end - r, job->out + r, output_step(job->w));
+            UNROLL for (int q = 0; q < rows; q++)
+                sums[t][(i + q) % LANES] = (sum[q + t][0] + sum[q + t][1]) +
+                                           (sum[q + t][2] + sum[q + t][3]);
+        for (int q = 0; q < rows; q++)
+            put_sums(sums, n, i + q, end - r, job->out + r, output_step(job->w));
     }
 }
 
+// With four lanes two rows of one token share the loads of x, up to the row that this returns.
+INLINE int64_t end_of_pairs(const Matmul *job, int64_t r, int64_t end) {
+    return LANES == 4 && job->n == 1 ? r + (end - r) / 2 * 2 : r;
+}
+
 INLINE void floats_matvec(vf load(const void *), int size, MATVEC_ARGS) {
-    if (job->n == 1) float_matvec(load, size, 1, job, x, r, end);
-    else float_matvec(load, size, job->n, job, x, r, end);
+    int64_t middle = end_of_pairs(job, r, end);
+    if (r < middle) float_matvec(load, size, 2, 1, job, x, r, middle);
+    if (job->n == 1) float_matvec(load, size, 1, 1, job, x, middle, end);
+    else float_matvec(load, size, 1, job->n, job, x, r, end);
 }
 
 INLINE void few_matvec(DecodeFn *decode, const Format *f, MATVEC_ARGS) {
-    if (job->n == 1) block_matvec(decode, f, 1, job, x, r, end);
-    else if (job->n == 2) block_matvec(decode, f, 2, job, x, r, end);
-    else if (job->n <= 4) block_matvec(decode, f, 4, job, x, r, end);
-    else block_matvec(decode, f, FEW, job, x, r, end);
+    int64_t middle = f->bias == 8 ? end_of_pairs(job, r, end) : r;   // q4_0 leaves registers free
+    if (r < middle) block_matvec(decode, f, 2, 1, job, x, r, middle);
+    if (job->n == 1) block_matvec(decode, f, 1, 1, job, x, middle, end);
+    else if (job->n == 2) block_matvec(decode, f, 1, 2, job, x, r, end);
+    else if (job->n <= 4) block_matvec(decode, f, 1, 4, job, x, r, end);
+    else block_matvec(decode, f, 1, FEW, job, x, r, end);
 }
 
 // Each format has a function of its own: decoder, load and Format are constants in what is inlined.
@@ -8087,10 +7958,193 @@ static UNUSED double gpu_bytes(const Session *s) { return 0; }
 #pragma GCC diagnostic pop
 #endif
 
+// ---- 39. candidates of the sampler ----
+
+static int best_first(const void *a, const void *b) {   // ties: the lower id
+    const Candidate *x = a, *y = b;
+    if (x->logit != y->logit) return x->logit < y->logit ? 1 : -1;
+    return (x->id > y->id) - (x->id < y->id);
+}
+
+// Brings the k best of n to the front, in order. Candidates not worse than c[k - 1], the k-th best
+// of the last sort, are gathered past the first k; when there are k of them, all 2k are sorted, and
+// the k best stay: about n log k steps, and no copy.
+static void sort_top(Candidate *c, size_t n, size_t k) {
+    size_t gathered = k;
+    qsort(c, k, sizeof *c, best_first);
+    for (size_t i = k; i < n; i++) {
+        if (c[i].logit < c[k - 1].logit) continue;
+        Candidate x = c[i];
+        c[i] = c[gathered];
+        c[gathered++] = x;
+        if (gathered < 2 * k) continue;
+        qsort(c, gathered, sizeof *c, best_first);
+        gathered = k;
+    }
+    qsort(c, gathered, sizeof *c, best_first);
+}
+
+// Returns a logit that at least k of l [n] reach; few more do if k is far below COLUMNS. It views l
+// as a matrix of COLUMNS columns, and takes the k-th best of their largest. k 0: all; c is scratch.
+static float least_of_top(Candidate *c, const float *l, size_t n, int k) {
+    enum { COLUMNS = 256 };
+    float best[COLUMNS];
+    if (k <= 0 || k > COLUMNS || n < COLUMNS) return -INFINITY;
+    memcpy(best, l, sizeof best);
+    for (size_t i = COLUMNS; i + COLUMNS <= n; i += COLUMNS)
+        for (int j = 0; j < COLUMNS; j++) best[j] = l[i + j] > best[j] ? l[i + j] : best[j];
+    for (int j = 0; j < COLUMNS; j++) c[j] = (Candidate){best[j], j};
+    sort_top(c, COLUMNS, k);
+    return c[k - 1].logit;
+}
+
+// Makes candidates of the logits l [n] that may be among the k best (0: of all), in the order of
+// their ids: about 43 for k = 40. Returns how many.
+static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
+    enum { STEP = 64 };   // which the compiler compares at once
+    float least = least_of_top(c, l, n, k);
+    size_t kept = 0;
+    for (size_t i = 0, end; i < n; i = end) {
+        int some = 0;   // no bool: that would be compared one by one
+        end = i + STEP < n ? i + STEP : n;
+        for (size_t j = i; j < end; j++) some |= l[j] >= least;
+        if (!some) continue;
+        for (size_t j = i; j < end; j++)
+            if (l[j] >= least) c[kept++] = (Candidate){l[j], j};
+    }
+    return kept;
+}
+
+// Sorts the best candidates to the front, as many as it takes for their weights to reach `share`:
+// 128 nearly always do.
+static void sort_share(Candidate *c, size_t n, double share) {
+    size_t k = 16, sorted;
+    double sum;
+    do {
+        k *= 8;
+        sorted = k < n ? k : n;
+        sort_top(c, n, sorted);
+        sum_until(c, sorted, share, &sum);
+    } while (sum < share && sorted < n);
+}
+
+// ---- 40. guesses ----
+//
+// Reading the weights takes most of a pass, and up to FEW tokens read them once. So we run guesses
+// of the next tokens together with the last one. If the text has had its last three ids before, we
+// guess what followed them there (prompt lookup): answers often quote what they were given.
+//
+//   text     the cat sat on the mat. And the cat sat
+//   pass                                     sat  on   the   mat      three guesses, four rows
+//   drawn                                    on   the  rug            "mat" falls: no draw
+//
+// Each row is sampled as ever. The row of a guess that stands (it is what was drawn) has the floats
+// that it would have without guesses: so the text is the same. (arXiv 2302.01318: the distribution
+// is.)
+
+static bool same_three(const int32_t *a, const int32_t *b) {   // the three ids before a and b
+    return !memcmp(a - 3, b - 3, 3 * sizeof *a);
+}
+
+// The index of a text has, for three ids in a row, the position behind the place where they stood
+// last. Returns their entry, for the ids before text + n: 0 if they are new. It is one of a few
+// behind their hash; if others hold all of these, the last one has to go.
+static int32_t *index_entry(const Session *s, int n) {
+    const int32_t *text = s->history.id;
+    int32_t *entry = NULL;
+    uint64_t hash = 0;
+    for (int i = n - 3; i < n; i++) hash = (hash ^ (uint32_t)text[i]) * 0x9e3779b97f4a7c15;
+    for (int probe = 0; probe < 8; probe++) {
+        entry = s->index + ((hash >> 32) + probe) % s->n_index;
+        if (!*entry || same_three(text + *entry, text + n)) break;
+    }
+    return entry;
+}
+
+// Writes a guess of `count` ids behind the text [n]: what followed its last three ids where they
+// stood last. False: they are new. What it copies may overlap what it writes.
+static bool guess_ids(Session *s, int n, int count) {
+    int32_t *text = s->history.id;
+    if (n <= 3) return false;
+    for (int i = larger(s->n_indexed, 3); i < n; i++) *index_entry(s, i) = i;
+    s->n_indexed = n;
+    int from = *index_entry(s, n);
+    if (!from || from >= n || !same_three(text + from, text + n)) return false;
+    for (int k = 0; k < count; k++) text[n + k] = text[from + k];
+    return true;
+}
+
+// How many guesses, at most `most`, can run in a chunk with what is not evaluated of n tokens?
+static int guesses_fit(const Session *s, int n, int most) {
+    const Model *m = s->m;
+    int start = s->history.n - s->unseen;
+    int end = smaller(n + most, start + chunk_size(s, start, FEW, false));
+    if (m->config.n_exact) end = smaller(end, m->config.n_exact);
+    if (m->pos_embd.data) end = smaller(end, m->pos_embd.rows);
+    return end > n ? end - n : 0;
+}
+
+// the guesses of a pass
+typedef struct {
+    bool written;              // ids stand behind the text
+    int run;                   // how many of them run
+    int stood;                 // how many are what was drawn
+    int most;                  // how many may run
+} Guesses;
+
+// Writes the next guesses behind the text, n tokens of the history; `left` ids may still follow
+// (-1: any number). If all stood, about twice as many may run (1, 3, 7), else as many as stood. One
+// more than runs is written, because it tells when the text repeats itself where none may run.
+static void guess_next(Session *s, Guesses *g, int n, int left) {
+    if (g->written && g->stood < (int)larger(g->run, 1)) g->most = g->stood;
+    else if (g->written) g->most = smaller(2 * g->most + 1, s->o.draft);
+    int run = left < 0 ? g->most : smaller(g->most, left - 1);
+    run = guesses_fit(s, n, run);
+    g->written = tokens_room(&s->history, n + FEW) && guess_ids(s, n, run + 1);
+    g->run = g->written ? run : 0;
+}
+
+// session_generate with guesses
+static bool generate_guessing(Session *s, const int32_t *ids, int n, int n_predict,
+                              OnToken on_token, Error *e) {
+    int made = 0;
+    bool ends = n_predict == 0;
+    Guesses g = {.most = 1};
+    Request r = {.ids = ids, .n = n, .from = n - 1};
+    for (;;) {
+        int seen = s->history.n - s->unseen;
+        if (g.run) copy_states(s, s->unguessed, s->recurrent);   // none in a Llama
+        bool ok = session_run(s, r, e);
+        if (!ok) s->history.n = smaller(s->history.n, n);
+        g.stood = 0;
+        for (int k = 0; ok && !ends && k == g.stood && k <= g.run; k++) {
+            const float *row = s->logits + (size_t)k * s->m->config.n_vocab;
+            int32_t *next = s->history.id + n;
+            s->history.n = n++;   // the penalty sees no guesses; later rows of caches nobody sees
+            ok = check_row(row, s->m->config.n_vocab, false, n - 2, e);
+            if (!ok) break;
+            int32_t id = session_sample(s, row);
+            ends = token_is_eog(s->m->tokenizer, id) || !on_token.fn(on_token.ctx, id) ||
+                   ++made == n_predict;
+            if (g.written && *next == id) g.stood++;
+            *next = id;
+        }
+        // a state has seen the guesses that fell: it goes back to before all of them, and those
+        // that stood run again with what comes next
+        if (s->n_recurrent && g.run && (int)s->history.n < r.n) {
+            copy_states(s, s->recurrent, s->unguessed);
+            s->unseen = s->history.n - seen;
+        }
+        if (!ok || ends) return ok;
+        guess_next(s, &g, n, n_predict < 0 ? -1 : n_predict - made);
+        r = (Request){.ids = s->history.id, .n = n + g.run, .from = n - 1, .guesses = g.run};
+    }
+}
+
 // ==== Part VI: main =============================================================================
 //
-// The program around the library. Section 39 has Cli, which is all of a call, signals, options and
-// texts; 40 the messages of a chat and the line that a user types; 41 prompts, printing and modes.
+// The program around the library. Section 41 has Cli, which is all of a call, signals, options and
+// texts; 42 the messages of a chat and the line that a user types; 43 prompts, printing and modes.
 //
 // Read run and main at its end first: main sets defaults and handlers of signals; parse_options
 // stores what OPTIONS names; run loads model, template and prompt, opens the session, and calls one
@@ -8102,7 +8156,7 @@ static UNUSED double gpu_bytes(const Session *s) { return 0; }
 // which ends the program or, on a terminal, a turn of a chat. Exit codes: 0; 1 if something failed;
 // 2 if the options make no sense; 130 after Ctrl-C, or SIGTERM or SIGHUP in a chat that waits.
 
-// ---- 39. the command line ----
+// ---- 41. the command line ----
 
 #ifndef LLM_NO_MAIN
 #include <poll.h>
@@ -8405,7 +8459,7 @@ static bool check_utf8(Cli *cli, const Text *t) {
     return true;
 }
 
-// ---- 40. conversations ----
+// ---- 42. conversations ----
 //
 // A chat is a list of messages. For each answer the model's own template writes all of them anew,
 // and what the cache holds of that is reused. What the template or the model wrote may become
@@ -8716,7 +8770,7 @@ static bool chat_listen(Cli *cli) {
     return ok && text_add(cli, said, "", 0);
 }
 
-// ---- 41. modes ----
+// ---- 43. modes ----
 
 // Loads the text that was given, if any, and makes its ids, or the messages of a chat.
 static bool load_prompt(Cli *cli) {
@@ -9349,152 +9403,130 @@ int main(int argc, char **argv) {
 //   - BASE: the first character of the decomposition (field 6), if that has no <tag>, and of the
 //     decomposition of that one, and so on; for Hangul syllable number i, U+1100 + i / 588.
 // Characters in a row that have one value are one range. It is written as up to 3 numbers:
-//   - twice how many characters lie between the range before and it, plus 1 if it has several;
-//   - only if it has: how many more than one;
-//   - its value minus that of the range before, where 0, -1, 1, -2, 2 are written 0, 1, 2, 3, 4.
+//   - 4 times its value minus that of the range before, where 0, -1, 1, -2, 2 are written 0, 1, 2,
+//     3, 4; plus 2 if characters lie between the two ranges; plus 1 if it has several characters;
+//   - only if some lie between: how many more than one;
+//   - only if it has several: how many more than two.
 // The last digit of a number has base 60, '#' (0) to '^' (59); digits before it have base 32, '_'
 // (0) to '~' (31), so that one sees where a number ends. Each line starts afresh, at character 0
 // with value 0, so that a binary search over the lines finds the one to read.
 //
-// UNICODE_LOWER begins with "a.<`'b:9#". Here a. is 2 * 60 + 11 = 131 = 2 * 65 + 1: after 65
-// characters comes a range of several, at 'A'; < is 25, so it ends at 'Z'; `' is 1 * 60 + 4 = 64,
-// written for 32: what to add to 'A' for 'a'. Then b: is 3 * 60 + 23 = 203 = 2 * 101 + 1: 101
-// characters after 'Z', at U+00C0, is the next range; 9 is 22: it ends at U+00D6; # is 0: 32, too.
+// UNICODE_LOWER begins with "c6`';&`K8". Here c6 is 4 * 60 + 19 = 259 = 4 * 64 + 3: 64 is written
+// for 32, what to add to 'A' for 'a', and both other numbers follow. `' is 1 * 60 + 4 = 64: after
+// 65 characters, at 'A', the range begins; ; is 24, so it has 26, to 'Z'. Then & is 3: 32 again;
+// `K is 100: 101 characters after 'Z', at U+00C0, is the next range; 8 is 21: it ends at U+00D6.
 
 static const char *const UNICODE_CLASSES[] = {   // the index into "ulcxNMPSsC" below
-    "$+5$'$$4%#$$%&#%$($#%$&$$,&$$'$%%$$$$<.$%/#%#$#%$<.#-#%#$#%$('#$$<%#$#&$'%#$$$%#*#)#%#'$&&$$(",
-    "e#1#,$$+#%#(#$#)$%&#'$9*#-$A,#-$b1,#%$&$$&%$b>$#%$=$$4%$&+$.*$0+$'*$)+#*#+#*$3+$`V&$&(#%#+$$,",
-    "|K)$%$#+#*,$-#,#+$%*%#&6#&`9##-$a5,#-$)&$aP(&H#'%$()$K($$)(%%&O&#%#$#%$$$#%$$$#%#$4=&,&#$$)",
-    "`r0(5$%&$$$#%$$$$$%$-&#%#)$%($M($7'$,$$&'$$(#'$`I&#)#($)'#+#&$(&$$&$$'#'$&&$$&$,%$%$$$+#*$0)",
-    "`{15#.#'$@&$='(`?&$-'#&@,%$C$$+'$$&#+$%$#(''$$'$8*$&'#&$+'#&$%'#&$''(1%&;($%''%&-(.:##+$(*&$/",
-    "ah8*-$L&$:'#+$C*$X&$%'#&$4'#&$)'$,&$$'$$%$,&#'$2($%'&*&($#(8#&)#%#*&#''#&$)'($#(%##&3',$&&%#",
-    "as8$-(,$$$$$$+$(($$)#*#)#$(%#&(&,$#(8#&)#&$#&$#&$#''&'#,$#(%#)#2&&%#2,%$$%$%&#'#%8%$&+&&%#&8#",
-    "az$))&$#&'#''#&$*'&%#&%#'&B$#$$'(,$#'#%1*$('&%#&*&($#(8#&)#&$#&'#''#&$)'($#(%#2%#,$&&%#$$'(,$",
-    "b`G1#*$(%7%#&&(#*%#&&#*$#%#&$#*$#*%#*.#,''*%#&&#'&/'@/$$*).'&$*&&%#&9#&2#''#&$)'&%#&&#2$#&%&",
-    "bhA)($#$$'(,$1'$)&#)#*$%'#%$*(&%#&9#&,#&'#''#&$)'&%#&&#2$#0$&&$#$$'(,$&$$#'<&#$+&&%#&K#$$'#&",
-    "bp$)-&%#&&##&#+,%*#'$)$$%$$$'(5$#)$(*&%'&4&*:#&+#%#()#)',(#%#&*#0,$($%#%<R(#'$$&$)'+'$)*$*'#%",
-    "by,,+$$'`2$(%#&'#&:#%#&,##'$$&$+'#&('#%#&)'&,$(&$`'#$%+$1$#%#$$%%$$&$('$6(#)#&#'#&#'#&$&%$$$",
-    "ca,*)&F#,6'#%$$$$'&$-'&F#&*'#&$('&$#$'$$&%$$$`2M($6'#&$,%$('$(($&'$&&$%'#&$%'$$&$)'$%&$&'$/&",
-    "ckX.-#&#'$,$$&%$$'$H,%%-#(M##)$dC(&&#()#%#&&#(K#&&#(C#&&#()#%#&&#(1#&[#&&#(`)#(%'$+%$6&*2$$,+",
-    "df@`<'((#'+$i6(#+#$$3(#-$<,$$)*`1($%)$%&$*$24#$&'65&$%'$$%64($$'</&&%#&$'<V&$B'$%%#($%)#%#*#'",
-    "ejP,+0,#0-'$%$#+#*$,$0`?$2'#$$'$D&#'#&.`,#8A#&.',.#+'*$$$,&$@$('#:N#,<#0-%*D)$9*$''($%$W($,'",
-    "f`(?-'#$,$0,#0)'#($()(A$`J'#$Q&$3'$*&*,%$)'$,%$+&$+'$$$&%$$@&$/'$$&$,%$N$$0'4&%$F($6'*'%$,&",
-    "fpB%)$,%$F$$$)$+(2M$(%#$*+4%$#%$7$$&&#'$(&#'$$&$%'#&.N$$`%%$/$#%$D$$G%$`&'$cH(((#(H#((#(*#%#",
-    "gjE'%#&A#(W#&)##-#,$%-$%,&)#$%-$&,((#&%-$/,$%-(%,&)#$$-&-%$'%$:($$'$'%#$$6&#%$/$#%$.$#'$'%&,#",
-    "gsS+#$((%$%)$$$#($,%$%)$$$&/(*C+BC&B$'#,$&-#,$$-$,,#-#,$%-$',$(-#,#-#,#-#,#-$&,#-$(,$&%#$$$-",
-    "gzH&'$'-$',$&-#,#-$U($$&$''$$),e2#$&$$?%$$$$c.%V-#N^($`4)$8($i2)$0$$@&$S)$$$$A%$,$$eM%$8$$`%%",
-    "jd(&/$B%$$$$e0%(B#&`O#$a&,$$%$`M$$(-$&,$%)$$(.&+#&$$'$H(%#-#(Z#1##)?$$9&6)#&)#&)#&)#&)#&)#&)#",
-    "kf0))&B'$Q%#($B)$$%$.$`,<%&`?#<bD#X2##%$%&#%$$*#%$,'$$%$.$#%$+($(%#%$'($$+$%($$$#)$$%&`<*($'",
-    "k}R$1$%*#)$`@(#)$&(.M#&`D#&$+$&($,)$B*$F+9#$2*$A+&,($@)$*(#)$1($B)$,($I)$1($d6)$blV*$`&+$jp3*",
-    "`j{4Y16P*$$)$c?($%)$2($,%$$$LP$#%$&'#%$,$#%#($>$$$%$$'$`,&$,%$$%$(%49%$+*$$+$`4,#%$9$#%$$+$&,",
-    "`ktV^).$#%#&'#T2##'$%&#'$&&#'$9&$''$&'#&*($$&)0V*$&)4$$$T&$4'4$%$,&04%$(&$%)#(#)$$(#'$,$$>$",
-    "`lb<*-$$%$9($/'9%$?(*&'$Q&$0'$/%%($,%,$'$'(#'$,&$,%$'$&K#$0'6%&#'$*&$$'(,$(&'$9($%+#*$%'$T&#'",
-    "`loE)$%'$$&$$'$'&$$'#&#'#&T%#$$)$-($''$$%$%($$'8(&((#((#6)#&)#&M##+$0*$$+,`6,$E%$*'#%$$$(,$",
-    "`lzPdy.)<9#,S#,ckR/$e(.(`P#`4)$<'#-%#'$,&#+$/*&'#%#&$#&$#&`R#$3+De%*$$)$2%$`&*(X#1+`(.*$&+$2&",
-    "abw$,/02$$E%&0##%#$$%%%$#%$$$,'(&a1#'/&%(#%$($#%$&$$,&$$'$%%$$$$<*$%+#%#$#%$<,#+#%#$#%$)$$`?(",
-    "ace@()((#((#(%#*)+&)#8%'$$&(.*&<#&5#&$#&1#(0#`,a%#.%),O&*+)$[($3)$$($%)&/#)#`FO##&c8?&*S#A'",
-    "ad`*=+,B$$&%66$#%$*$#%.H$$''.@&%)$F(,*##)$'&`<`6&$`4%(,%0F&,F#,J%4V#9)$-(&1#&)#&$#&-#&1#&)#",
-    "adx>$)a2d-#68#8*#T(#&L#&+#a6(#'#&N#&$#)#(9#%)$*&$9$$$+$)($A$4+%`H5$&$#.'%$8$$(%)'$<(-)a,Z(,$%",
-    "aezL$)$2%(P##$$%'&$#.&#$&&&%#&?#(%'+#$+$2+'2?($$%#'$?($%%`(*$#+$>*$$','$$)'6X(*))$8((*%$5$.*%",
-    "afiL4)2&)<)&aL`/$`VU$>U#2('$F$$&'4,$hTA#&L$&$'#%($(aB%'$?&$,%#$48#$-'$&$$''P4($&'$&%`47($)%",
-    "ago$9)6%'$W&$1'$)%,@&#%$$&$$'#&6&'$O&$-'$$%#)$&(#$7+(;.2,%0%%$F&$0'&,$$&'#($$'#&4E##'$$%#(6%'",
-    "ag|^R)$0'$&&$&)$&$#%$$$$,$#$#)#($%)&6&:4$&;#$.'$(%#$$$&#'a()&%#&&#&1#&,##)0Q($.'.,$0&%&*&($#",
-    "ahj68)&)#&$#&'#&$'#&$)'($#(%#'&/'.'&$$'()#*'#cJW&$4'$&&$')$,&$$'%##$$%&`$R#$6'$$&#)#(4,%dDQ$",
-    "ai`F)-(+#$9%$&($$'`,R&$3'$%%#(:,%0/'JM($/'#&#)0,&`T=$(1',.$$%'#%$)*e.N#$1'#%b8`&*$5'<*$'#(*#",
-    "ai}F$)&:#$('&$#(&##&#'#&$$'$%%6,&a8*$(I#$)'()##&#)#(#'Y&$,'$J&$)'#&$&'$*%#$3&$-'$P&$2'$%%#(",
-    "ajjL'/>`/(2,)g0+(&G#$*'&*##&$')8?&*$'$@((8'&0#a>)&&$#&H#$(')#&$#&)##&#'4,$0($&$#&B#$''&$#&'#",
-    "akd')2,%i85$$&'$$%2$$#&#'$/&&D#$)'*'#$/%$,&aW$B7%$?)=$$n8(b<`U%&'':b2(avX`G#$$)>pV($2/#*$(&",
-    "aqeJ1-cdLhM&g~Rh?#2A#&,%,$'$`5(&,%0@$(''#%8R($)'$'%$&%$&*#)#%8,(&)#&7$.5#u\\`&#$9%$&'b:`1(+'",
-    "b`};)$Y'2&#$/&a,$##)#(#':$#@be2&4sH#`<+#hhV&#&)#&$#&cU#A#^%#'#@&#4eF#ak\\`Q#./#*+#2,#'+$$&#%",
-    "buq,&5c{LP*(9#6`Z'a$c(#8I#(^#$'&$%'$(&$*+$**$$'$)&$@'$&&$`#'N`(#$%&#'c(6(<6#<`=)6;(cB`;$&`-#",
-    "b{}X$)'#($#(&#&.#%#&)#&`'#&&#(*#&)#&>#&&#&'#%#*)#&dJ#(;##+$;*#+$A*#+$;*#+$A*#+$;*#+$A*#+$;*#+",
-    "b|vTA)#+$;*#+$**(T%$gB)$Y&$&'$T&$*'#&$0'#&$$'$'$B'$&1#`cTA&0(#f*)'&3#()#&$#&'#.`$&`)'bPO&*)'",
-    "c_i:))(,%+$#+iL@*#'FN&$&'$,$-)n@>*$&'$,$wP)$&&#&$#&1#&b3#(+%$)%`:`*($))#&,,%,$'y.]&#)$%(#)$&(",
-    "cbm^O+#)$1(e@&$&=#&$#%#'#&,#&&#%#%#/#+#%#%#&%#&$#%#'#%#%#%#%#&$#%#(&#&)#&&#&&#%#&,#&3#.%#&'#",
-    "cb|.3)`P$+h$N#,`J#<1#(1#&1#&G#8/($aK)`X?#>N#,+#2$#@(#d,o:#,3#*/#*`]#,`E#0.#+#B.#,Z#4,#0J#4@#",
-    "ceqL$1aHdJ#<0#(/#*+#2P#&)#40#,+#2+#2a=#&Y#`2,(`a8uf^$`(ad0#0bL#(b_$#@b{C#Bi8#aq0h$#`q0aq5#",
-    "ep}<adV)vdl9/`$`F#c4b^*abw$`ac0+(`ac0#",
+    "`0*(&,3'0$+('+(%0+4#,$(#P;T$+'+P;K+'+4'',;'/,&',#?;+30%8#;GD#+7';0$3@8KH@KHb0+(%,%(b=+(<,3D%",
+    ">jT-D/@&D(?C?D20`U8%+CH#-$($C?N&#GC@$%#&#5&#`8KHa4K0(8aO&#G-$<'8J<#.$$2#N+'+(#+(#+'2*<&&%<#",
+    "`2xF'0$(#+(#,#0,+;8$8L46(+4%8#30`H;74(C/0'0#4#30%0#,+($D#?</=#O30?4<2$`>4,/.0+(B4*0#C($75$4#",
+    ">`a*74%/4*/4$/4&.$0:#:4$-$:#,&'9C@'V##B()0K49C@B0W4$/43/4(0+4#,#0+3814$2#)&$#&$7&#(%#&%%5$/4(",
+    "N`hM#&$$/5*2&#&#$4#*$+(#D#8'<#?;'&$$2#'&&#&$7&#(&##&##&##5$&#&&&#&$$%%2)%%#.)+,#0$3+*,$2#*&#$",
+    ">`l)7&#(&##&#&5$/4)&#$&#$1$&1#4#*$+3+A)4'&#$2#)&$#&$7&#(&##&#&5$/4(&$#&$$&)$2&#&#$4#*$+;?,'-,",
+    "=`p)&#'&%$&#%&%#%#&##&%#&%$&%-6&&&%$&#%1$5(*0.<)2'&0)&#$&#8&#15$/4(&#$&#%&)#2#$%$&$#4#*$+5)0(",
+    "]`t5?4$+8)&#$&#8&#+&#&5$/4(&#$&#%&)#2(#&##4#*$+*##3&.%0*&#$&#J4#/4(&#$&#%/CB&$3((($4#*$4;@'",
+    "N`xG$2#3&%9&#*%#&$(5%&&'%#&#)*(+.$#+:.Q30#4(5&@(4)+0+4#:G#%#&#&&#9%#&#+30#4*/&$&%#6#(*#+*$%%B",
+    "^a_#$(0+',$0#4'85;/3/3/,%(#0)&#E6&5+(#0&4,&#E6#)/4'&##(&,%(#:GL45/,+4'8'4%0%4$/4$0#4(0$4%0.4-",
+    "=aeH3(+,%4#HG-#%'&$L;8dB&#%&$(%#&#%&$J&#%&$B&#%&$(%#&#%&$0&#Z&#%&$`(6$$,*05*%1D+J(`;&$'E$8i5C",
+    "Ua~L82KH;<#:%`0<$0$()&)34%2+44$,#:+34#2..&#$6##2.U4A,$7<$+?3*$+&(+6(,($C?(+*(`>&)&4#0C3/&'`+",
+    ">biJ@6#-&&-5&*%#0+(?&$&&-M&&;.(,>%C@84&.$#8V4+&#>%$(+&(+6((7<'*$@&S&0P420).%+4(,+0*4*(#*#$0?",
+    "NbtW.0#,+(M4/.*%8E45.%&0+*%$,+(E<#8**)L&$$D)**$+(60%30'30#4$/*'M,`$(.+(C,F4`%8cG&$'&$G&$'&$)",
+    "5cdO%#%#&#@&$V&#(KGL$H$&#(L$H%&$'N#$H.L$J$$&#(L#.#,,&894#,&'05+(.+(-3,&&#+G'.$'<$(#7,+<$(#:#.",
+    "^cj.B21B61#GL%GL#H+KGL$H&L'GKGKGKH%KH',%'L#H%L&H&L%GK8T0#4&<#&&e1(%,>(#,c-&;,:7]<`387<i1(/0?",
+    "^dgVR(#,@(+,eL(7,`$(%,A(#,e/&$A&#`NHa%,#(`LL'H%<$8#F'%/4#8G%#%'&$Y%);)008&+(&#(&#(&#(&#(&#(",
+    ">eb>(&#(6#A,P7<A,#(-.D;&#`>&.bC&<1+0$+@#+4+,#(-+8*,'+8&D#8$(#;,#B#`;6$#4#@$;8`?;8%&'L&#`CF##",
+    "Fer@%<+@ADE%-@1D@:#+<?8);80<A8+<H80<d5@blUD`%@jp2F%XB+O<#8c><$81,+(#*6O+4%+(++7(=,#4#0`+,+,#",
+    "Vug4'.*8@*D#H`3+(8+D#H%,]&'#%#&#&&:130$30%3084&4%/*%'<%B(U<%**#0S43.*#0+.(30'<$7;8#3(+(=4),#",
+    ">upV84.--8>6%%0P4/,.9#,+6&#8&30+,+(&&#J4/2+$30)4#*$+6$%88D$?4$0S3/4$0#4#0&4#/3/&:$<#8,4&,#8$",
+    "Nux;#2,'&$'&$'&+(&#(&#LC@/D#J&`5,D4)+(#*$+*(dy-&.8&&RV&ckQPe'&$`O*H(&.&-'30+C@.&#&%#&##&##",
+    ">``o(`QD2B2e$<#,1@`%&$WE)BB-D%01,+*(1,D&#/+',$)#+(#:&&&#a0U$:#$+('+(%0+4#,$(#@;D$+'+H;C+'+((",
+    ">`a`L`>&%'&$'&$'&$$F%(&#(6,$0#B$-&#;&#4&##&#0&$/&Da$>'$2&N>%*8Z<28#<$&#.%%&QN/2a,>&%R51(<*&A",
+    "F`apF%*+5+()+*'G4&2'?=#8E&&);0&2L`5,`3.$+2(E&&E.&I&*U=-8,&#0&#(&##&#,&#0&#(&##&`)d,&+7&,)&:'",
+    ">`bc9K&#*&`+'%$&#M&##%%&$8=#0)(8D#8((@.***R4&##.'&(7,'5%8;=':`&Y.&#(#,1&$O'4$&##&'%0%&#$&#>",
+    "N`bnV$%&(*6)*:)>,#38>,$*B)C@=4#*&&4(:+W>%(87.$)(4.')(3>)%2.(*`6`.*YT&/T6)'(E4%**+&cX@*#K6##+",
+    ">`caZ#6`1$0>,+'&*74,(%4&:834%,%:H6,(*686+$0V40,(2&?+0#4#/6+%0N4,,#;8%'E,R$:.)+.($0E4/*#+4%74#",
+    "=`cl]&*D3,#76+$0Q4/0%<%(%+(#(+';7<$2#5*-3&#:4-,''0#32`$(%#&#%&#0&#+;:(P4-*'+.(%2#)&$#&$7&#(",
+    ">`cu,#&#&6##/4(&$#&$$1$5(2'&4#&$(&%&2a5V430%<&0+4#%#'0$&@Q450#;7.*+*aPP4(&$*,88%4#2DQ42,$7.-+",
+    "V`dbN.:5L4./;2(+*X<6$0*&-4$+@(&b'M40+B`J`%44*.)%$&$)&##&#94'&##&$%/3/4#,$2++*`,)&$H4(&$(/;73",
+    "=`dr.4+0I4(/4%,)'1*4,0O41,$7<&:/`.>)+:c(*&#F4)&#)/<&2,>6%#8?6$7&#/2`/(&##&#G4'%%&##&#(/3**+",
+    ">`e`F'&##&#A4&&##&#&/.)+*d,44%,#*)#/30.&#C4(&%&,.0+)`<.16<>)/8n7.`L`T6#&:-b1&`jZ`F<#:/pUT1?0'",
+    "N`hb502aaThL&cnWh>&)@.#+6&#8`4.#+*(?6$&+:,Q4(,&,%@%;+:,+&#(*#6&'4&j>`%,84%:`K`05&/4X&)%0.&`&#",
+    "U`p`H73&-#20be1&*sG&L*&csY%&#(&##&#cT%1&?$%$&0%&*eE&`e>`P&'.&%*&)+E$0#+<%Bam6O&$86+`Y&^c'&,H",
+    "^`}_K]0&4$0'D)@)4#0(4?0%4^&7`'0$3:a$5&.5>.`<:+:*a1`:&#`,&##%$&$#&$%&#-%#&#(&#`&&#%&$)&#(&#=",
+    ">`}q%%&#&%#&%(&#dI&$:C@:C@@C@:C@@C@:C@@C@:C@@C@:C@).$S<gA0X4%0S4)/4//4#(&*1&&#02q:@&('6bC(&#2",
+    "Na__=(&##&#&2'`#5C2`VN6%(0(.$+)&CBd6?323M4%(+='BfN=4%(+*k8(&#%&##&#0&#b2.$*,(:K`)<(/.&+6&#",
+    "Fa`t'\\;8$;8%&`2N;80*b0%&#<&##%#%$&#+&#%%#%#%(%&%#%#&#$&##%#%$%#%#%#%#&##%#&$%&#(&#%&#%%#&#+",
+    ">a`}%2&'$&#&&#2FV#&c@M&&`I&.0&$0&#0&#F:,.<aJ&Z>&/M&&*&)#&0'&aDo9&&2&%.&%`\\&&`D&(-%&&1-&&Y&*+",
+    "^abf^I&*?&$#&`4dI&./&$.&%*&)O&#(&*/&&*&)*&)a<&#X:G+*p,uf]&Bad/&(bK&$b_#&0b{B&1i7&`h(h#&x(aq4",
+    ">bg~.adUUjquK&@`EBa*b]F``z^`ac/&$`ac/",
 };
 
 static const char *const UNICODE_LOWER[] = {   // what to add; 0, -1: pairs, upper even, odd
-    "a.<`'b:9#&)#`*R`&#eH&(eI&2$&P%#c$$(c#'f%$&e^#eW$$eX$$eW$$eV%aK#c)#%$$eR#eW#'%+#&$$e\\'f%#'%%",
-    "lX(##f3$$f4#f5($f2#f3$$f4$$f3$&f2#f7$$f4($#/'$$(#)$$&#'$4(&4%%'$&&#b0#`9$J`W#c6&4c7/jfU$$jfV",
-    "r)d<#jl-($jfP#e>#gS#'$,a8hH&#($#1bW/aF&%$%Y&$$&3`$&+#`-R4:2+`^($`]#.$$1&%c6$2f#$B`F`HD`&4X##A",
-    "`gF0$&`F%&H`Gb_6HfoC%#-#w(`6`_|7$(`gn.ah<MbcB(%#iLa@bc33f|T&`Ff|U4*24(#8*#4*#4(#9#%#%#%#4*#",
-    "gl(*24*#4*#4$#$$a.#a-:&aD#aE:$%$$b&<$b'$$b>#bA:$c$$$'#bYhYfy2){V#c%/gs7`B2:J$Dz2<Y`|8RO`H$`F",
-    "jyOje(#fe]#fe<((jdC#jf4#`%#`*#%&$jf;&$$2$jg>$`JjgA2&$*$%`_j(P#H>#c@0#(`$#6&$#`cxL$,`cxO*$$",
-    "`ktQ`k`6(&`k`7(6##`ka2#8#+#7#(%`K#R#M#`k~I$2}Z#`F#`k_H#feQ$&`cz=.$%,&#Z$$vfT<`)`gNJ3cDF#d0-$",
-    "adv81`5&)#&$#`z$UUbdRB`&uxHB#`_u<D'",
+    "c6`';&`K8&#(c2CQy?yF#'*#1.#Oo'o$'{-$z\\%z?zD#z@#z<#iM#o;+z,#z?3E#/zT#{-$3-#{@'|'|,#|/|&$#|'",
+    "*f-#|(#|$%|7|,#&$#5(8#;0#383.#35#0%kWd?f@Ip3p:#3`k~9(`k~<#tC`lsK`k~&$#xS`b/3h<+&cR%&$#nA)i9(",
+    "c^n&$bI#*##c*#2&#*b-E`&*9f]&fZ$#O\\#p6#${$1e8Ac2RC&*Wa#a(/.#`Ee>#G}a.`o+G%#%'cbt:k$`5d`{P'",
+    "kp&bxVL&$$kp*d6a?~v5*~v:#`E`&*)&*'&,)&*)&*'%-%#%#%#&*)&:)&*)&*)&*#gP#gKi2-%i3.-#k0#k6.#lT#m#",
+    "p&cg:#4#nG~h%c[br=%o+`ap9(`FO1a25#bJlG;a^}JQe:R#`kw7{zW{xK`ku.$'`k|+c+c?+`k|J##*##`l`V)#",
+    "&d|V`I*)%.%#&odBO&4=&a0/&$`#*+%creOcre\\+*%#dod+dod:$%&$5doh#`;C`77eM#b+aSdr}CbzL1e7doa?{z'",
+    "*ujU%.'#&&%*=#c>jrX;`*s7I&a2E*aF,&#0&#(&##b:|@Tc2`qWA&jkRA6oj.C",
 };
 
 static const char *const UNICODE_BASE[] = {   // the character without its accents
-    "e<(a-%'$&'$&+%-$'%(&/#+((3%'$&'$&+%-$'%(&/#+%##`V#`'#`&#`'#`&#`'#^#`'#`&#`'#`&#`'#`&#`'#`$#`'",
-    "h+a5#`'#`&#`'#`&#`'#`&#`'#`&#`'#^#`'#`&#`'#`&#`'#`&#`'#`$#`''`$#`'#`&#`'#`&#`'#`&#`'#`&)%#`'",
-    "i7aA#`'%`$#`'#`&#`'#`&#`'+^#`'#`&#`'#`&#`')`$#`'#`&#`'#`&#`''\\#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&",
-    "jMbU#`&#`'#`$#`'#`&#`''`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#^#`'#^#`'#`&#%#`'#`&#`'#`&#`'`)`<",
-    "lYbM=V#`'[`N#`'#R#`'#V#`'#V#`'#`&#`'#`&#`'#`&#`'#`&#`'%`N#`'#`&#`'#b9#`''d4#`'#Z#`'#Z#`'#`&",
-    "o=bM#i[#f5#q:)`,#`''T#`'#`@#`'#b9#`'#>#`'#e(#`'#`&#`'#Z#`'#`&#`'#Z#`'#`&#`'#V#`'#`&#`'#\\#`'",
-    "pKaO#`'#\\#`'#`&#`'#`*#`'#`$#`''`>#`'/`4#`'#Z#`'#N#`'#`&#`'#`&#`'#`&#`'#N#`'g[tE#%%G#8`EaH5t2",
-    "}%dG#wU#w6#w?#'#'%/%/#+#CU`&#;#;#+#'#'#;U:#;#.#/#+,$5`>$a1%&)<+K#&#978`%`'P$(%&)`-+Z#&#9Q`I#%",
-    "`gE`aW#`'=`2#`'#`&#`''X#`''d=#%#e@#`'#`$#`''`$#`'#`&#`'#V#`''dK#%#e2#`'#`:#`'#`&#`'#`&#`'#Z",
-    "`i5`cA'Z#`'hX$nW#`)#`(#`-d)cI%JCErYr[13')`-^#%#%#-#-#%#5#+bF$d'A`2#%%=aQc9'/`+`*#%#-'AfQh?($#",
-    "b_[a}]#%`SbO`Q`O#%#$c)c3b]c%0$1&$#c/c3#%#$cMcY&%#jWk%57+-+-+-;X5`I%##a-%%3a.E`)57+-+-+-;XbGc]",
-    "feGfeE%'%'%'%')+`7`9%'''#%%)v7fe<#`'#`$#`'#`&#`'#`&#`'#`$#`'#`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`$",
-    "g_Mb9#`&#`'#`&#`'#`&#`'#`&#`'#`$#`'#`$#`'#`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#^#`'#`&",
-    "g`MbE#`&#`'#`$#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&",
-    "gaMbM#`&#`'#`$#`'#`&#`'#^#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#`&",
-    "gbMbW#`&#`'#`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&#`'#`$#`'#`&#`'#`&#`'#`&#`'#`&#`'#`$#`'#`&",
-    "gcMc##`$#`'#`$#`'#`&#`'#`&#`'#F#;#)#'%gO+iF#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&",
-    "gdYb1#`&#`'#`&#`'#`&#`'#Z#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#Z#`'#`&#`'#V#`'#`&#`'",
-    "ge[aI#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#`&#`'#V#`'#`&#`'#`&#`'#`&#`'#`&#`'",
-    "gf[aU#`'#`&#`'#Z#`'#`&#`'#`&#`'#`&#`'0*z?$*`&$(`/((`&(*`+$*`&$*`+$*`&$(`3((`&(*`3%`&%#%#%#",
-    "gjP*`_5$*`&$$3$$+$$'$$'$$/$$/$$+(*R$*`&$*`3$*`&$*`K$*`&$'3&$#$'`&%`7'y,$%y)&$#$$`*$%'$%fo3",
-    "gn@&~Q($#$&`&&%fq5$&foT$$*$$+$&`&#*$$x8#a:(%|)&$#$$`:$%7#x0'gj+#%hOfpZ){N#6bKg{1#'G'`#a##+#&",
-    "ha3ha1+-')QS%'WQ'1''%)Oha@%hb77J#haL#'#hb;#%'=#%')#%/)#%'1#%')#%`+Y#/#%#'`G`D#%#K#%/`'#%#%#%",
-    "hk%kxW#%a`I`k*`m9`m7%'%'%'%'%'%'%'%'%'%'%'')%'%'0$1&$)&$)&$)&$)O`P5aY=?%'%'%'%'%'%'%'%'%'%'%'",
-    "l_-l_+%'%'0$1&$)&$)&$)&$)O`P'a=#%#%#%)9`_xJhRgo\\$hR%$hR%$hR%$hR%$hR%$hR%$hR%$hR%$hR%$hR%$hR%",
-    "`te\\hRcp?$hR%$hR%$hR%$hR%$hR%$hR%g{K`_z;#h}B#ir[#p*#f~L#gu8#`oI$$se)#qvT#na+#oa>#`_%#ai'#dmA",
-    "aal5`a_-#`x;#kI#iG#a_Q#ig\\#y=#~[#xQ#cjM#bo=#agQ#sbL#`i1#eh%#`{A#dj3#ek5#pg^#c}Q#dyO#}I#ih<",
-    "aam'`as##`tE#j_L#aeU#`t]#`nC#f}?#pl&#qM#hU#cwO#`rM#`|Q#`h5#alK#`r9#aW#a_I#an%#`c-#tM#h~:#g)",
-    "aamU``o##`sE#c`]#b`]#dfP#li8#`s=#fyC#`b+#bw:#`uK#di;#av)#oq(#}/#bsU#`_1#i5#bwC#gS#el?#p~P#ke-",
-    "aanGtyC#B#iw##~##`sY#c}##a|@#iz0#`|=#gx?#oeD#bsO#`bE#de%#o5#hd(#ib7#i~V#cfS#cu2#ge9#`}B#eh[",
-    "aao9uiQ#`f5#gd=#bp7#`u=#gf^#hqW#hj^#ap:#go1#giT#cvI#ii8#v5#b/#e`W#dm'#`n/#afE#`zI#ow6#j)#`k5",
-    "aap+xi##`y=#av1#am3#fr5#`g=#`bI#`U#si0#dk)#`g%#hqA#l`B#yC#bO#u/#axY#q7#zO#`kU#`bC#t-#b|E#av.",
-    "aap[`el]#yY#pk8#cK#p[#fn5#ekG#o3#ju<#i##}'#ad]#cl7#ai\\#hw$#ac]#`i'#nE#s7#df+#e)#a~A#dO#cx#",
-    "aaqO`gg/#aO#e[#rj(#jfE#el##`iS#mj<#c{H#rW#a}C#aM#anS#`dI#aaC#`e##b|K#ba+#c_E#neD#kuG#q`0#dqO",
-    "aarAzv%#`l3#jE#`m5#j/#y/#`fI#fh##q|8#cm]#l}/#qvX#bm7#cnA#gzO#ku8#mM#`y1#b`G#hiI#qf8#o/#af+",
-    "aas3zf%#iA#jC#`c-#`{U#nW#apU#anK#G#ak)#`j;#q`,#fiA#fb(#f|=#vO#cs7#cm-#`oK#r?#mtF#`s[#djI#`{L",
-    "aat'`_yK#k7#arR#q8#fc1#od&#l~K#l`^#`L#bjM#`bI#e|]#g{4#cu-#`uN#ixU#`z,#bvA#bkV#jkB#brT#`e;'u/",
-    "aat[zi3'dnJ#g{+#}[#sW#`+#1#`;#f})#faZ#xE%`u%%`hS'`kS#eE)abS#=#`?#`eS#blB#`pY#q},#i=#b;#kK#Y",
-    "aav)ue]#rG#bA#b3#nO#b?#~W#7#`b;#f'#`3#b7#{M#cY#dU#oK#`i/#d=#gS#rG#e5#oQ#`dU#dQ#9#$#3#/#1#`G#%",
-    "aaw+`_r/#a-#iI#qS#M#`W#i-#cY#o3$$cK#n[#`g5#c?#k)#`W#lK#`Q#uW#c7#`wY#h?#a##mzZ#c_t)#bvu&'lz2",
-    "aax)tx1#aD#o2#n)#`]#iY#`M#uA#a:#a3#a=#t'#a]#cU#C#h##eG#~3#1#cS#a3#h]#b[#a6#c?#`B#cW#a/#l7#a[",
-    "aay)yw'#gK#hC#d=#+#`]#`b5#a-#l%#lK#B#aY#g;#j/#`t)#`m>#c'#c)#iY#c]#`Q#fC#'#dM#E#U#aW#6#l/#o-",
-    "aaz)``_##e1#f?#d)#j##eI#{-#d1#}/#n/#a5#C#hY#`Y#`@#`S#(#D#aC#aM#kO#qK#i?#hU#f9#`a7#b=#bU#c=#`/",
-    "aa{)`gp=#`G#w1#`eO#bguW#.#baM#cemJ#`e1#`)#clj/#axU#ha1#b~{2#aAa1`g~H%U8&4$%T#%#%#%#%#%#%%'#%",
-    "aa~S`p[#%#%%'%'#%%'#%%'#%#%#%#%#L#*#7#5dtMafbY%'?7c7cK#%p^$pQk0$k7%#g9gA#%|O|O`pb9`pb3$(%aWb1",
-    "b{e3b{e/#$#%#$#%ammYbfiD#,#5#br}]#brt:#aG#=#a9#c##`%#aG#R#foD#b{d/#bso<#1#C#I#bsdA#bzyP#fsO",
-    "eiu%tvY#bse7#bsd^#=#w2#wC#5#cxsG#cxq>#?#fwJ#fyC#9#`?#-#fyN#f|;#'#Y#O#9#%#E#`K#3#5#U#7$%'#bs~9",
-    "eiv)|~?#fs>#M#bteC#bte*#/#M#d'#b:#C#`'#`[#aS#W#a1#C$$`)#M#G#3#A#j7#h&#h)#eF#`-#`dP#`yY#hF#`3",
-    "eiw+vn9#c6#dE#$#c)#bumK#buk6#-#A#K#3#a+#buvK#a/#but2#`E#;#aH#cO#hmJ#?#hrG$$`S#bva?#bu}$#M#A#;",
-    "eix)cnw3#bvf0#1#{-#z0#hwD#hyI#?#aO#`L#bvy9#bvs4#bvs9#bvqZ#(#E#b9#%#i`L#iaG#`=#M#`?#ic@#calY",
-    "eix[na##ie##)#)#K#cy{##cyy2$$bwqQ#bnf^$$hhD#if4#ce|9#kq/#che*#5#igR#ii9#`M#7#`+#cC#in,#^#ioS",
-    "eiyScq{;#bxaD#c5#+#'#&#`C#K#`/#>#9#`E#K#+#W#9#a/#aS#`-#c+#bxo[#bxpD#a,#bG#Y#b1#bxrI#bxpD#b(#Z",
-    "eizSno?#jg9#M#`%#`2#jeP#jl]#]#byhC#bydD#h1#dT#joB#jq[#jr@#`.#e`C#)#duQ#b6#e}=#of&#hkO#+#/#a%",
-    "ei{KzpM#byx'#ceoV#j|9#bX#eU#`M#bysC#bys0#bL#g-#kb\\#kdA#b1#a9#e7#byt-#byr>#kn$#kp9#bza7#bz_H",
-    "ei|;oaG#kq3#`A#Y#%#bzl;#fzR#f~=#bzk*#bzz+#bzv8#?#b:#dU#`7#`Y#`R#`7#A#=#bzs%#bzuN#g9#a)#lc(",
-    "ei}1|p=#*#bzvS#bz}J#k=#bzu[#`G#bztF#bU#X#(#ln(#loK#`M#.#`S#bjz?#bju:#b{`##bz}(#b{h%#b{c8#=#Y",
-    "ei~%czeK#b{tF#M#b{}[#f=#b{}N#E#mb,#mc%$$mbH#mh%#M#M#K#a5#mi(#ml)#b|rS#b|qZ#b|u##b|s6#bqdU",
-    "ei~S~n?#b}h)#Q#cK#ckz^#;#msK#b}kQ#$#`5#W#b}l@$$%#`=#mtX#mw'#mvH#aK#clvM#b}{0#a'#a+#m|(#cmeA",
-    "ej_I`_j;#b~gK#`=#b~g.#b'#nc*#ne]#7#-#b~w]$$h]#b~|H#ndN#cnk%#b~~(#)#njR#cnpY#b~|2#noF#np7#,#]",
-    "ej`=da_/#c_q0#nq.#ntC#`]#a1#nw$#cox/#`%#cow^#co|W#c_{P#c`_+#c_~0#b9#9#c`h1#a=#c`gH#c`l'#c`kB",
-    "eja+cuf=#cccF#of9#aM#og2#oi1#igT#cj~C#?#l{V#5#brs(#)#bs'#s`L#oq7#.#G#kwV#kxC#'#7#`9#caf+#caf,",
-    "eja]`a}U#a7#a?#cF#d+#`;#bO#gJ#b]#'#C#caf3#i5#c^#crbB#p_/#'#`-#cb|?#cbyV#car?#crtT#+#cry+#hI",
-    "ejbSqo9#phQ#;#9#'#a+#`(#c?#`>#d%#aL#a1#Y#po@#prC#`'#pr>#puI#)#cbvG#cbrN#1#pwT#pxQ#umX#cysY#e+",
-    "ejcMqzK#5#qa]#aE#d1#eQ#ccj5#ccg<#O#b##b'#ccv/#~wX#bcz@#@#`O#bd`C#bcxZ#b7#ce_W#Y#cdu,#b)#`'",
-    "ejdAdkqG#cd{8#hA#d5#%#b&#kM#[#cejY#cd~<#sg.#shK#ceiK#cypH#snY#ne\\#ni-#ce~##f)#czsJ#3#ssG",
-    "eje1do_7#c{aZ#c{fG$$cfrD#`##cf{-#cft^#suX#sx3#c/#Y#a##sz.#c|u?#cgq&#i'#e5#tk0#`%#tmO#chm)",
-    "eje]soS#c}}5#gU#c9#chpR#tuD#twI#-#1#7#1#`1#ciiU",
+    "gNb.'5#4%D%M#,&V$%C`*$'5#4%D%M#,&V$%C%#f;c3c/c3c/c3b[c3c/c3c/c3c/c3c'c3c)$c3c/c3c/c3c/c3c/c3",
+    "hAcNc3c/c3c/c3c/c3c'c3c)$c3c/c3c/c3c/c3c/-%c3c'c3c)#c3c/c3c/c3b]&c3c/c3c/c3c)%c3c/c3c/c3bU$c3",
+    "i]dLc3c/c3c'c3c/c3c/c3c/c3c'c3c/c3c)$c3c/c3c/c3c/c3c/c3c/c3b[c3b[c3c/+c3c/c3c/c3dMCc3b=/c3eY>",
+    "k]fLb+c3b;c3b;c3c/c3c/c3c/c3c/c3eY#c3c/c3l?c3t-$c3bKc3bKc3c/c3`jO|/ahCcI%c3b5$c3d[c3l?c3`Sc3",
+    "gMgBc3c/c3bKc3c/c3bKc3c/c3b;c3c/c3bSc3c/c3bSc3c/c3c?c3c'c3dU$c3d-(c3bKc3aWc3c/c3c/c3c/c3aWc3",
+    "be=lV+a=#`;iAQat%+mE(bb7b`3b`W33U#U#Ca+c1;`G`GC33`G`E;`GOSC`2&#g^M#1#`M%aM&/`?`=,c5A:8#1#cM%",
+    "co5qF/`?eE9+kI`/c3d%/c3c/c3bE$c3tQ$+x[c3c'c3c)$c3c/c3b;c3uM$+x#c3dCc3c/c3c/c3bKc3bM$c3`~BcZ#",
+    "eu=y.c7cKqEaCaI#a52anQh[`))=$b]E++KK+`/Cs6`Q#d%1+`Q#pA`9U$cAD+Ka%$`dYbW&$#d%1+m]Xe]W+'p)a%",
+    "lr)`u:^(#&##p)a(+'rIa7&#$`o-dZ`9+M&M&M&bE.eE+%#gK-#gQ*c=3`9+M&M&M&bE.rY`Rjr1`m95#5#5#5#E%dAJ",
+    "|`Ibs/5$+=#{xMjJc3c'c3c/c3c/c3c'c3c'c3c/c3c/c3c/c3c/c3c'c3c/c3c/c3c/c3c/c3c'c3c'c3c'c3c/c3c/",
+    "lYc_Ic/c3c/c3c'c3c/c3b[c3c/c3c/c3c'c3c/c3c/c3c/c3c'c3c/c3c/c3c'c3c/c3c/c3c/c3c'c3c/c3c/c3c/c3",
+    "iMc`:c3c/c3b[c3c/c3c/c3c/c3c'c3c/c3c/c3c/c3c/c3c'c3c/c3c/c3c/c3c'c3c/c3c/c3c/c3c/c3c'c3c/c3c'",
+    "nYca+c/c3c/c3c/c3c/c3c'c3c/c3c'c3c'c3c/c3c/c3a7`G;3`a]#`i9&c3c/c3c/c3c/c3c/c3c/c3c/c3c/c3c/c3",
+    "gMca\\c3c/c3c/c3bKc3c/c3c/c3c/c3c/c3c/c3c/c3c/c3bKc3c/c3b;c3c/c3c/c3c/c3c/c3c/c3c/c3c/c3c/c3",
+    "iEcbLc3c/c3c/c3b;c3c/c3c/c3c/c3c/c3c/c3c/c3bKc3c/c3c/c3c/c3blZ()c0)cT'c2$'cF$)c0)cD)c0)d('",
+    "bzJcd>'d*$)c1#%#%#%#cT)c0)`(#D#4#4#T#T#D#b.$)c0)d()c0)eL)c0)`(&&##c0&d9#bgI$bg<$&##c@#4$}`($",
+    "b~*cfN%&$#c0%}h2#$}b4%@#D#c0%?bd<#hCbs>$$&##dD#`8$bcW``kE$+}fMcVbqY%`3`bo]`T354g%@C/eEVM&=$",
+    "`cl1cpJ5#b)<]$5$=#`ch]8`cl9#aI,`ciO3`clG+`Q$+=$+=(+]$+=$+bIDS+3e1R+aK+c5(+++meU]+doA`_Sdx9v-",
+    "`roMem(5#5#5#5#5#5#5#5#5#5#=$5#5#^(#>##>##>##>##f%8jI+`Y/5#5#5#5#5#5#5#5#5#5#5#=$5#5#^(#>##",
+    "`saVeo8#>##>##f%8hQ$+++`A%`abVokShQ,hQ,hQ,hQ,hQ,hQ,hQ,hQ,hQ,hQ,hQ,hQ,hQ,hQ,hQ,hQ,hQ,hQ,hQ",
+    "cts5``e:`fy'`inOac?~}O`ax;eaCaow<#ai~3`{gCa_hSc_+hg3ty#hu[fdG`qC`i;gb'`hbSbhOb~Obf'pmSm`Ohb'",
+    "arvQ``eUdg[xc+fq#tl'xp/adb[rz'vi[byC`hdK``c+eu3`kaOgz7evWd}+~xWads/aiS`f7ra[emSfv'dd/huKel?j?",
+    "cvkM``f5h{+coKauS`f|C`_;ck[eq3ofWkfWs~#`th;epO~i+ckCn`CeyKthGi{;aag7bwSmr7c_[`h/na+`b/xtWaf~#",
+    "chbI``fQ`px;a'`j_#b{#erGrw#jt[`jkWftO`bdWa_y/mq[cm3sw+a`/`cs7`gl7`j~;o~/qx#`_x?fy'xfO`kc'c|/",
+    "b}}%``g/md7exO`_~[`ej?`dn[idC`a_[``j3q}C`hh;a|/kSwf?tw3d{Sg}3fmCab`3`k;dp/dySfhOi{[hx'}l/d`O",
+    "dhd1``gJf7apgWto;d_+`ei#`se'bi+m[awSjfGah7bm[dr7cm+asKnu3i{Oj}CbjGadp;qKafO||/xq;a`'`mxK`g#",
+    "bibI``h*gvWpt7hjS`f_'grWdg3`}3ap7s{Cw;j}#u[rc#da;i[zOalk7`k}3xs#dj/`xlKrq?an?jy+iSh~/cuCgi+",
+    "b}cE``hGnuKkgCoa3`{y/`qy;agcWui[o#dt'`m3dx/`kSbgSc}C|c#ajt;pzW`vwSai~Clx7p}#`bm[`qx;`ySfg[ke;",
+    "d_pY``i&ag|;a_Sg{Cii;`i#`m+coKfr7`~?if7h}Ka;ho;dlGagcG|i#{k7~tOa}[qp7pwKeaKalW`yu7erOtmCfqOj7",
+    "cc{%``iCin+ah;{o[a_s/`v}K`sf[eOlmScmCzvW`bp+qwKeyW`jf7fkGm}#lr;`lq'mn3cxGawU$n`9#t}I$`boCbzO",
+    "c`i-``j&cC[dG~w;{jKbe3ew-#df1#dr1$y3gn1%`OdWcz/lu'efGajwG`hOlG`qKbGmCam;m#l'`}[lWb~?`7clG{3d'",
+    "bgn1``jNbqSrGv7aaKdgStO`b/am;x/ab'cv7v'`?'`'S[e;+vOgK`iCaj/aSf?`gKrGa`'qL#`~Od`/pW`o;f?`uKf'",
+    "cxh9``k8p7fbG`dWg#`znKoas;m}w/`vl%$bx?i/a`#`{;fW`jGeSay#hCh'hOas3jWr7a+`c#y;b|'[r/h'`fWnOh3pW",
+    "bfzQ``k\\r?gS`t7jOf/`aK`e+tOCfWcl/gK`s+`uKa'jG``G`kSes;dxSo3o;`jGrWf'}+3uSa3b7j?`3`sSa_K`c+w[",
+    "cduU``lEs;`k#yCboKs[bwS`{Sh/a+`fGfGd[f/7a/i+iS`q[aiK`hW`f7|?ch7lOn7pOcS`Ge;b_[cy[laz?OkiSoxyG",
+    "acjQ``m-c;ptkSjf7`cg[n~p#i#db}A`)b9#`.,%b4$++++++5#++++5#5#+5#+5#++++aO?`7`/g{nIayU5#`90qMa,+",
+    "hds.`cuE#`p:e(#%#`a%c-+bu]mVecl)wpK,'k]`<+'+'+k|i1`ff=G`/mnzWmmtCi;`Oh?o#c+i;b+}a/nosSmq`K[a+",
+    "au{Mbdi[mou#nnj#}q[d'mox7mov[`Ob`#ba+`/req;rehS`W~aG~i+`?dWK~iW~tG3bGa[`?+a3eK`'`/b7`74$mr|?",
+    "bv|YbdjC}pSaSmsy+msw?SaSs3lCa+c3fOj/b?g[a+c<#aSa;`'a#`l7`c/`c;y7cKcv#fjG`e7d'b7p3u3'o;mxyK",
+    "a}{%bdk,Ka#aK`'gCmy}KgSmyt#e3`Gi?q[`dyG`W`em;f0#m{hWmzw'aSa#`Gm{}Cm{{W[boKbkW`fa/`fiC`Wi[eO",
+    "qa_EbdkMm}p+m}p?m}jK7a3l?+`geO`gi;dOaSdW`gp[ohvGohs'`gw#;;aKrjo#rjh#naj(#l{~[`de0#`g|+ozt?",
+    "sio5bdl.pcw?`/`hb+`hh?eS`7cCq+`h{Gb[`ib/ncp'nci/p/C3/e+aKcS`S`?e3aKCb?`?gSj/cKoCnebOnee/gGm;",
+    "bicMbdlRk[nemCnee/k7bK`kfS`l`?aSc+d#`kz#`lvWbWnhe+ngu/`c[v3`ma'`mjO`ml[cOwe+;uz'l3zxOa_{/`dq[",
+    "bl~9bdm3Sg+`;njc3oyb;`nt?nCz7eSniq+nioWmO`_K`onS`ou#k[h?x7nisKnilS`p{'`qd?nkh7nka?`qd#`qh'e#",
+    "bq|)bdmO+nltG~n+~|Onlo?nnkCnm|;`WlCv7d7fGf+d7a#`Onmo+nmyW``?g;`so7`s{S?nm~/nnyG`pOnmzOe;nmu7",
+    "bvuEbdn1bC7`t{7`uaKeSOf/lnlWlmxCnoc#nnw7npc+nop;`ObGnq{Snqu7aSnrzO|OnryWa3`wkG`wo+`wm@#`xc+aS",
+    "b{eEbdnNaKh/`xg7`xs;nun/nujKnuw#nup3mgv7mg`[nxc;b'qKprn[`G`yqKnxr''d/b?nxt[,#dO`yvC`z_3`y}?iK",
+    "rzz9bdo/nzoWg3gC`zs7pwy#n{r+n|aKdOn|_Ok3`{o?`{zW`7Kn~bW`fX#n~u?`{uWp|o+n~{7;`|n+p}fGn~t#`}a7",
+    "cdfAbdoJGbWoau+oagW`}gO`}u+fWg[`~_'qbcSc+qbb[qbv?obr#oc_Cob{Wl?`?odc[hOoda?ods3odq'mn|Oooq7",
+    "chgUbdp(iSa``#a`g[`hb3pn}+`W`vr;`/mmo7;mo3aoeOaah7Oa;`rb;`re+3`7d?og{Cog{Gf?h7hWq7sCdGm[`aGnW",
+    "ckqMbdpHa+og|'`h/r[qkm'ac_S3cKontWonj;oilWqmv3CqngC`eCqolKadf'`G`?3gCc7pWdSs+iOg[bGae`[aem+c3",
+    "ais=bdq,aeyC;om};ommW[afb3aff'axzCrirGwCqwd3`/agjWi3s[z'opl/op`Ka[k#k3oq{Sb~bCkrl[`[e[kse+",
+    "cwj1bdqHl7owb?bGouwGk;c3ovqSovp;`e#t/+k/`qSbOoxnGov|Kap_OapeKoxiKrie?ap~G`{zS`|gKoz{#{;rmqG`'",
+    "da_%bdr(o}`7rojKro};o}m0#c#o~oKo}v[aqzCard'oSbGg#arkOruxWpag/`g3x/atoWc+aty[pdw;rzpSrzx/`b7p?",
+    "dhi%bdrCauy/avaCK[`7[c[phj7",
 };
 
 static size_t utf8_length(char first) {   // bytes of the character that begins so
@@ -9542,15 +9574,17 @@ static int32_t range_value(const char *const *line, size_t n, uint32_t c, int32_
     while (n - low > 1) {
         size_t mid = (low + n) / 2;
         const char *s = line[mid];
-        if (range_number(&s) / 2 <= c) low = mid;
+        range_number(&s);
+        if (range_number(&s) < c) low = mid;   // what lies before its first range
         else n = mid;
     }
     const char *s = line[low];
     uint32_t next = 0;
     int32_t value = 0;
     while (*s) {
-        uint32_t gap = range_number(&s), first = next + gap / 2;
-        uint32_t last = gap & 1 ? first + range_number(&s) : first, change = range_number(&s);
+        uint32_t head = range_number(&s), change = head / 4;
+        uint32_t first = next + (head & 2 ? 1 + range_number(&s) : 0);
+        uint32_t last = first + (head & 1 ? 1 + range_number(&s) : 0);
         value += change & 1 ? -(int32_t)(change / 2) - 1 : (int32_t)(change / 2);
         if (c <= last) return c >= first ? value : otherwise;
         next = last + 1;

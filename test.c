@@ -1920,7 +1920,11 @@ static void check_aliases(void) {   // the same weights under Ollama's name give
 static void check_names(void) {   // has every name of ARCHS a shape, and its numbers?
     for (size_t k = 0; k < COUNT(ARCHS); k++) {
         int n = ARCHS[k].n_layer, plain = COUNT(IMPLIED) - 1;
-        Config c = {.dim = 64, .n_head = 1, .hd = 16, .rope_base = 500};
+        Config c = ARCHS[k].c;
+        c.dim = 64;
+        c.n_head = 1;
+        c.hd = 16;
+        c.rope_base = 500;
         c.n_layer = n ? n : 4;
         imply_config(&c, &ARCHS[k]);
         float x[] = {c.embd_scale, c.attn_scale, c.rope_base_local, c.attn_cap, c.logit_cap,
