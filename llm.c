@@ -6666,9 +6666,8 @@ INLINE void put_sums(vf sums[][LANES], int n, int64_t i, int64_t rows, float *ou
     }
 }
 
-// rows at a time, and tokens: job->n or more, whose sums are not used; constants, so that sums stay
-// in registers. One of the two is 1.
-INLINE void block_matvec(DecodeFn *decode, const Format *f, int rows, int tokens, MATVEC_ARGS) {
+// tokens: job->n or more, whose sums are not used; a constant, so that sums stay in registers
+INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_ARGS) {
     int64_t cols = job->w->cols, step = (cols + 255) / 256;
     int bytes = f->bytes, n = job->n;
     const uint8_t *b = weight_at(job->w, r, 0);
@@ -6676,85 +6675,98 @@ INLINE void block_matvec(DecodeFn *decode, const Format *f, int rows, int tokens
     vf sums[FEW][LANES] = {{{0}}};
     uint8_t last[512] = {0};   // the weights that end a row, with zeros behind
     for (int t = 0; t < tokens; t++) acts[t] = (const TokenActs *)x + smaller(t, n - 1) * step;
-    for (int64_t i = 0; i < end - r; i += rows, b = weight_at(job->w, r + i, 0)) {
+    int64_t i = 0;
+    // With four lanes two rows of q4_0, whose decoder leaves registers free, share the loads of x.
+    bool pairs = LANES == 4 && tokens == 1 && f->bias == 8 && cols % 256 == 0;
+    for (; pairs && i + 1 < end - r; i += 2, b += step * bytes) {
+        vf sum[2][1][2] = {{{{0}}}};
+        for (int64_t k = 0; k < step; k++, b += bytes) {
+            const uint8_t *rows[2] = {b, b + step * bytes};
+            UNROLL for (int j = 0; j < 2; j++) prefetch_ahead(rows[j], bytes);
+            UNROLL for (int j = 0; j < 2; j++) dot256(decode, f, rows[j], 1, acts, k, sum[j]);
+        }
+        for (int j = 0; j < 2; j++) {
+            sums[0][(i + j) % LANES] = sum[j][0][0] - sum[j][0][1] * (float)f->bias;
+            put_sums(sums, 1, i + j, end - r, job->out + r, 0);
+        }
+    }
+    for (; i < end - r; i++) {
         vf sum[FEW][2] = {{{0}}};
-        for (int64_t k = 0; k < cols; k += 256, b += bytes) {
+        for (int64_t k = 0; k < cols; k += 256) {
             int64_t size = smaller(cols - k, 256) * bytes / 256;
-            UNROLL for (int j = 0; j < rows; j++) prefetch_ahead(b + j * cols * bytes / 256, bytes);
-            UNROLL for (int j = 0; j < rows; j++) {
-                const uint8_t *from = b + j * cols * bytes / 256;
-                if (size < bytes) from = memcpy(last, from, size);
-                dot256(decode, f, from, tokens, acts, k / 256, sum + j);
-            }
+            prefetch_ahead(b, bytes);
+            const uint8_t *from = size < bytes ? memcpy(last, b, size) : b;
+            dot256(decode, f, from, tokens, acts, k / 256, sum);
+            b += size;
         }
-        UNROLL for (int j = 0; j < rows; j++) {
-            UNROLL for (int t = 0; t < tokens; t++)
-                sums[t][(i + j) % LANES] = sum[j + t][0] + sum[j + t][1] *
-                                           (f->bias ? -(float)f->bias : 1);
-            put_sums(sums, n, i + j, end - r, job->out + r, output_step(job->w));
-        }
+        UNROLL for (int t = 0; t < tokens; t++)
+            sums[t][i % LANES] = sum[t][0] + sum[t][1] * (f->bias ? -(float)f->bias : 1);
+        put_sums(sums, n, i, end - r, job->out + r, output_step(job->w));
     }
 }
 
 // four sums at a time: an addition takes four cycles, and those to one sum wait for one another.
 // Two vectors go to each sum before the next token's turn.
-INLINE void float_matvec(vf load(const void *), int size, int rows, int n, MATVEC_ARGS) {
+INLINE void float_matvec(vf load(const void *), int size, int n, MATVEC_ARGS) {
     enum { STEP = 8 * LANES };
     int64_t cols = job->w->cols, count;
     const uint8_t *w = weight_at(job->w, r, 0);
     vf sums[FEW][LANES] = {{{0}}};
     uint8_t last[4 * STEP] = {0};      // the end of a row, with zeros behind
     float edge[FEW][STEP] = {{0}};     // and its activations
-    for (int64_t i = 0; i < end - r; i += rows, w += (rows - 1) * cols * size) {
-        vf sum[FEW][4] = {{{0}}}, weights[2][8];
+    int64_t i = 0;
+    bool pairs = LANES == 4 && n == 1 && cols % STEP == 0;   // of rows, which share the loads of x
+    for (; pairs && i + 1 < end - r; i += 2, w += cols * size) {
+        vf sum[2][4] = {{{0}}};
+        for (int64_t k = 0; k < cols; k += STEP, w += STEP * size) {
+            const uint8_t *rows[2] = {w, w + cols * size};
+            UNROLL for (int j = 0; j < 2; j++) prefetch_ahead(rows[j], STEP * size);
+            UNROLL for (int j = 0; j < 8; j++) {
+                vf y = load_f32((const float *)x + k + j * LANES);
+                sum[0][j % 4] += load(rows[0] + j * LANES * size) * y;
+                sum[1][j % 4] += load(rows[1] + j * LANES * size) * y;
+            }
+        }
+        for (int j = 0; j < 2; j++) {
+            sums[0][(i + j) % LANES] = (sum[j][0] + sum[j][1]) + (sum[j][2] + sum[j][3]);
+            put_sums(sums, 1, i + j, end - r, job->out + r, 0);
+        }
+    }
+    for (; i < end - r; i++) {
+        vf sum[FEW][4] = {{{0}}}, weights[8];
         for (int64_t k = 0; k < cols; k += STEP, w += count * size) {
             const float *y = (const float *)x + k;
+            const uint8_t *from = w;
             size_t step = input_step(job->w);
             count = smaller(cols - k, STEP);
-            UNROLL for (int q = 0; q < rows; q++) {
-                const uint8_t *from = w + q * cols * size;
-                prefetch_ahead(from, STEP * size);
-                if (count < STEP) from = memcpy(last, from, count * size);
-                UNROLL for (int j = 0; j < 8; j++) weights[q][j] = load(from + j * LANES * size);
-            }
+            prefetch_ahead(w, STEP * size);
             if (count < STEP) {
                 for (int t = 0; t < n; t++) memcpy(edge[t], y + t * step, count * sizeof *y);
+                from = memcpy(last, w, count * size);
                 y = edge[0];
                 step = STEP;
             }
+            UNROLL for (int j = 0; j < 8; j++) weights[j] = load(from + j * LANES * size);
             for (int t = 0; t < n; t++, y += step)
-                UNROLL for (int q = 0; q < rows; q++)
-                    UNROLL for (int j = 0; j < 8; j++)
-                        sum[q + t][j % 4] += weights[q][j] * load_f32(y + j * LANES);
+                UNROLL for (int j = 0; j < 8; j++)
+                    sum[t][j % 4] += weights[j] * load_f32(y + j * LANES);
         }
         for (int t = 0; t < n; t++)
-            UNROLL for (int q = 0; q < rows; q++)
-                sums[t][(i + q) % LANES] = (sum[q + t][0] + sum[q + t][1]) +
-                                           (sum[q + t][2] + sum[q + t][3]);
-        for (int q = 0; q < rows; q++)
-            put_sums(sums, n, i + q, end - r, job->out + r, output_step(job->w));
+            sums[t][i % LANES] = (sum[t][0] + sum[t][1]) + (sum[t][2] + sum[t][3]);
+        put_sums(sums, n, i, end - r, job->out + r, output_step(job->w));
     }
 }
 
-// With four lanes two rows of one token share the loads of x, up to the row that this returns.
-INLINE int64_t end_of_pairs(const Matmul *job, int64_t r, int64_t end) {
-    return LANES == 4 && job->n == 1 ? r + (end - r) / 2 * 2 : r;
-}
-
 INLINE void floats_matvec(vf load(const void *), int size, MATVEC_ARGS) {
-    int64_t middle = end_of_pairs(job, r, end);
-    if (r < middle) float_matvec(load, size, 2, 1, job, x, r, middle);
-    if (job->n == 1) float_matvec(load, size, 1, 1, job, x, middle, end);
-    else float_matvec(load, size, 1, job->n, job, x, r, end);
+    if (job->n == 1) float_matvec(load, size, 1, job, x, r, end);
+    else float_matvec(load, size, job->n, job, x, r, end);
 }
 
 INLINE void few_matvec(DecodeFn *decode, const Format *f, MATVEC_ARGS) {
-    int64_t middle = f->bias == 8 ? end_of_pairs(job, r, end) : r;   // q4_0 leaves registers free
-    if (r < middle) block_matvec(decode, f, 2, 1, job, x, r, middle);
-    if (job->n == 1) block_matvec(decode, f, 1, 1, job, x, middle, end);
-    else if (job->n == 2) block_matvec(decode, f, 1, 2, job, x, r, end);
-    else if (job->n <= 4) block_matvec(decode, f, 1, 4, job, x, r, end);
-    else block_matvec(decode, f, 1, FEW, job, x, r, end);
+    if (job->n == 1) block_matvec(decode, f, 1, job, x, r, end);
+    else if (job->n == 2) block_matvec(decode, f, 2, job, x, r, end);
+    else if (job->n <= 4) block_matvec(decode, f, 4, job, x, r, end);
+    else block_matvec(decode, f, FEW, job, x, r, end);
 }
 
 // Each format has a function of its own: decoder, load and Format are constants in what is inlined.
