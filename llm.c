@@ -6685,20 +6685,20 @@ INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_A
             UNROLL for (int j = 0; j < 2; j++) prefetch_ahead(rows[j], bytes);
             UNROLL for (int j = 0; j < 2; j++) dot256(decode, f, rows[j], 1, acts, k, sum[j]);
         }
-        for (int j = 0; j < 2; j++) {
+        UNROLL for (int j = 0; j < 2; j++) {
             sums[0][(i + j) % LANES] = sum[j][0][0] - sum[j][0][1] * (float)f->bias;
             put_sums(sums, 1, i + j, end - r, job->out + r, 0);
         }
     }
     for (; i < end - r; i++) {
         vf sum[FEW][2] = {{{0}}};
-        for (int64_t k = 0; k < cols; k += 256) {
-            int64_t size = smaller(cols - k, 256) * bytes / 256;
+        int64_t k = 0, rest = cols % 256 * bytes / 256;
+        for (; k < cols / 256; k++, b += bytes) {
             prefetch_ahead(b, bytes);
-            const uint8_t *from = size < bytes ? memcpy(last, b, size) : b;
-            dot256(decode, f, from, tokens, acts, k / 256, sum);
-            b += size;
+            dot256(decode, f, b, tokens, acts, k, sum);
         }
+        if (rest) dot256(decode, f, memcpy(last, b, rest), tokens, acts, k, sum);
+        b += rest;
         UNROLL for (int t = 0; t < tokens; t++)
             sums[t][i % LANES] = sum[t][0] + sum[t][1] * (f->bias ? -(float)f->bias : 1);
         put_sums(sums, n, i, end - r, job->out + r, output_step(job->w));
@@ -6727,7 +6727,7 @@ INLINE void float_matvec(vf load(const void *), int size, int n, MATVEC_ARGS) {
                 sum[1][j % 4] += load(rows[1] + j * LANES * size) * y;
             }
         }
-        for (int j = 0; j < 2; j++) {
+        UNROLL for (int j = 0; j < 2; j++) {
             sums[0][(i + j) % LANES] = (sum[j][0] + sum[j][1]) + (sum[j][2] + sum[j][3]);
             put_sums(sums, 1, i + j, end - r, job->out + r, 0);
         }
