@@ -183,9 +183,11 @@ typedef struct {
     int x_step, out_step;      // floats from a token's input, output to the next; 0: cols, rows
 } Matrix;
 
-// A norm has weights w [n]. Those of a Llama serve a whole row of the stream, and n is dim. Other
-// families add biases b [n], and norm heads [n_head][hd]: each by itself (group = hd), all with
-// the same weights (n = hd) or each with its own (n = n_head * hd); or all as one row (group = 0).
+// The weights of a norm, w [n]: in a Llama one for each value of the stream, so n = dim. Other
+// families add biases b [n], and apply norms to the heads [n_head][hd] of a query or key:
+//   group = hd, n = hd            each head by itself, all with the same weights
+//   group = hd, n = n_head * hd   each head by itself, with weights of its own
+//   group = 0,  n = n_head * hd   all heads as one row
 typedef struct { const float *w, *b; int n, group; float eps; } Norm;   // eps 0: the model's
 
 typedef struct {
@@ -284,7 +286,7 @@ typedef struct {               // no defaults: all 0 is greedy
 } Sampling;
 
 enum { LOGIT_ROWS = 16 };      // rows of logits that are made at once: their buffer is large
-enum { FEW = 8 };   // up to FEW tokens that run at once each get exactly the floats they get alone
+enum { FEW = 8 };   // each of up to FEW tokens in a call gets exactly the floats it gets alone
 
 typedef struct {               // 0: the default, here in brackets
     int window;                // tokens that a query sees, itself included (n_ctx, at most 4096)
@@ -310,7 +312,6 @@ typedef struct {
 typedef struct { float logit; int32_t id; } Candidate;   // for the next token (or an expert group)
 typedef struct { bool (*fn)(void *ctx, int32_t id); void *ctx; } OnToken;   // fn: false stops
 typedef struct Pool Pool;      // threads
-
 
 typedef struct Session {
     const Model *m;
@@ -373,6 +374,13 @@ typedef struct Session {
 static bool tokens_room(Tokens *t, size_t n);   // makes room for n ids; false: out of memory
 static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
 
+// Memory. A plan takes buffers from an arena. place_plan runs it twice, to count and to place them.
+static void *arena_take(Arena *a, uint64_t count, uint64_t size);   // 64-byte aligned
+typedef void Plan(Session *s, Arena *a);
+static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e);
+static Plan plan_scratch, plan_states;   // buffers of forward; states of recurrent layers
+static void copy_states(Session *s, float *to, const float *from);   // of recurrent layers
+
 // Threads. parallel calls fn once for each task i = 0 .. n-1, in any order, on several threads, and
 // waits for all. ctx is what they work on; `thread` picks a buffer that no other running task has.
 typedef struct { void *ctx; int i, thread; } Task;
@@ -384,7 +392,7 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, int n);
 
 // A matrix product of n tokens, out [n][rows] = scale * x [n][cols] * transposed w + bias, which
 // plain_matmul defines. matmul runs k <= MAX_JOBS of them at the same time. It takes scratch from
-// the arena and gives it back; if the arena only counts, nothing is computed.
+// the arena and gives it back. If the arena only counts, matmul computes nothing.
 enum { MAX_JOBS = 64 };
 typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
 static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
@@ -409,34 +417,9 @@ static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 static inline float exp_fast(float x);   // e^x, relative error 1e-7; loops of it are vector code
 static float sum16(const float *x, int n, float mean, bool squares);   // of x - mean, in 16 lanes
 static void soft_cap(float *x, size_t n, float cap);   // x = cap * tanh(x / cap)
-// Makes values v [n] finite, because 0 * NaN is a NaN, which would get into the results of queries
-// that do not see their row. Instead the row's key gets a NaN, and so the queries that see it.
+// Makes values v [n] finite, because 0 * NaN is NaN, and would damage the results of queries that do
+// not see the row. The row's key becomes NaN instead: it damages only the queries that see it.
 static void cache_finite(uint16_t *v, int n, uint16_t *key);
-
-// The sampler's sorting: sort_top brings the k best of c [n] to the front, in order; sort_share so
-// many that their weights (exp(logit - best)) reach a sum. sample_candidates makes candidates of
-// logits l [n] that may be among the k best (0: of all), and returns how many.
-static void sort_top(Candidate *c, size_t n, size_t k);
-static void sort_share(Candidate *c, size_t n, double sum);
-static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k);
-
-// Memory. A plan takes buffers from an arena. place_plan runs it twice, to count and to place them.
-static void *arena_take(Arena *a, uint64_t count, uint64_t size);   // 64-byte aligned
-typedef void Plan(Session *s, Arena *a);
-static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e);
-static Plan plan_scratch, plan_states;   // what forward works on; states of recurrent layers
-static void copy_states(Session *s, float *to, const float *from);
-
-// A GPU (metal.c) runs the whole model on a Session's buffers. False: there is none, or it failed,
-// and the CPU does the work. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row
-// `first` on; gpu_logits makes further ones.
-static int gpu_chunk(Session *s);    // finds one, sets s->gpu; its default chunk, 0: there is none
-static void gpu_open(Session *s), gpu_close(Session *s);
-static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
-static bool gpu_logits(Session *s, int first, int n);
-static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
-static void gpu_store(Session *s, bool states);   // after the CPU wrote positions, and states
-static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes);   // of the states
 
 typedef void RowFn(Session *s, const void *arg, size_t i);   // a step for row i of a chunk
 
@@ -454,12 +437,24 @@ static void after_rope(const Session *s, float *q, int n_head, float *k, int n_k
 static void see_more(const Session *s, Attention *a);
 static bool has_gates(const Layer *w), adds_more(const Layer *w);
 static void project_more(Session *s), gate_attention(Session *s, float *x, int width);
-typedef struct { const Matrix *gate, *up, *down; float limit; } Ffn;
-static void activate_more(const Session *s, const Ffn *f, float *gate, float *up);
+struct Ffn;
+static void activate_more(const Session *s, const struct Ffn *f, float *gate, float *up);
 static RowFn add_more_row;
+static const float *hidden_rows(Session *s, int first, int n);   // norm(x) of n rows
 static bool check_more(const Session *s, int n, Error *e);   // can the model run n tokens?
 static bool generate_guessing(Session *s, const int32_t *ids, int n, int n_predict, OnToken f,
                               Error *e);
+
+// A GPU (metal.c) runs the whole model on a Session's buffers. False: there is none, or it failed,
+// and the CPU does the work. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row
+// `first` on; gpu_logits makes further ones.
+static int gpu_chunk(Session *s);    // finds one, sets s->gpu; its default chunk, 0: there is none
+static void gpu_open(Session *s), gpu_close(Session *s);
+static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
+static bool gpu_logits(Session *s, int first, int n);
+static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
+static void gpu_store(Session *s, bool states);   // after the CPU wrote positions, and states
+static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes);   // of the states
 
 // ---- 5. ops ----
 //
@@ -474,7 +469,7 @@ static void norm(float *out, const float *x, int n, const Norm *w, int kind, flo
         float mean = kind == NORM_RMS ? 0 : sum16(x, group, 0, false) / group;
         float scale = 1 / sqrtf(sum16(x, group, mean, true) / group + eps);
         for (int i = 0; i < group; i++) out[i] = (x[i] - mean) * scale;
-        int at = w->n ? start % w->n : 0;   // the group's first weight
+        int at = w->n ? start % w->n : 0;   // the group's first weight; n 0: a bare norm
         if (w->w)
             for (int i = 0; i < group; i++) out[i] *= w->w[at + i];
         if (w->b)
@@ -534,6 +529,7 @@ static void matrix_row(const Matrix *w, int64_t r, float *out) {
 
 static RowFn embed_row, angles_row, norm_row, qkv_share, activate_row, add_row;
 static void attention_block(Session *s), attend(Session *s);
+typedef struct Ffn { const Matrix *gate, *up, *down; float limit; } Ffn;
 static void ffn(Session *s, const Ffn *f, float *out);
 
 typedef struct { Session *s; RowFn *fn; const void *arg; } RowTask;
@@ -597,6 +593,17 @@ static void embed_row(Session *s, const void *arg, size_t i) {   // x = the toke
     add_embeddings(s, x, i);                         // GPT-2, BERT
 }
 
+// Sets freq [n_rot/2] of one kind of layers, FULL or WINDOWED: base^(-2i / n_rot) radians per
+// position for pair i. (In double: at position 100,000 a float angle is off by 0.005.) session_open
+// calls it. Returns a factor of cosines and sines: a Llama's is 1.
+static float rope_frequencies(const Model *m, int kind, int window, double *freq) {
+    const Config *c = &m->config;
+    double base = kind == WINDOWED ? c->rope_base_local : c->rope_base;
+    int n_rot = kind == WINDOWED ? c->n_rot_local : c->n_rot;
+    for (int i = 0; i < n_rot / 2; i++) freq[i] = pow(base, -2.0 * i / n_rot);
+    return rope_scaling(m, kind, window, freq);
+}
+
 // the cosines and sines of a token's position, for FULL layers and, in other families, WINDOWED
 static void angles_row(Session *s, const void *arg, size_t i) {
     const Config *c = arg;
@@ -642,23 +649,24 @@ static int cache_row(const Cache *cache, int pos) {
     return pos < keep ? pos : keep + (pos - keep) % (cache->rows - keep);
 }
 
-// Turns queries and keys by RoPE, and writes keys and values to the cache: all of token i or, if
-// heads are dealt out in *arg equal shares, share i % *arg of token i / *arg.
+// Turns queries and keys by RoPE, and writes keys and values to the cache. In prefill a call does
+// this for token i. In decode the heads of a token are dealt out in *arg equal shares, a call each.
 static void qkv_share(Session *s, const void *arg, size_t i) {
     const Layer *w = &s->m->layers[s->l];
     Cache *cache = &s->cache[s->l];
     int shares = *(const int *)arg, token = i / shares, share = i % shares;
     int pos = s->pos + token, row = cache_row(cache, pos), pairing = s->m->config.rope;
-    int n_head = w->n_head / shares, n_kv = w->k.rows ? w->n_kv / shares : 0;   // 0: Gemma 4
-    float *q = s->q + i * n_head * w->hd, *k = s->k + i * n_kv * w->hd;
-    float *v = s->v + i * n_kv * w->vd;
+    int q_heads = w->n_head / shares;                    // of a share
+    int kv_heads = w->k.rows ? w->n_kv / shares : 0;     // 0: Gemma 4 reads another layer's cache
+    float *q = s->q + i * q_heads * w->hd, *k = s->k + i * kv_heads * w->hd;
+    float *v = s->v + i * kv_heads * w->vd;
     const float *turn = s->angles[w->window ? WINDOWED : FULL] + token * w->n_rot;
-    before_rope(s, q, n_head, k, v, n_kv);   // Qwen 3 norms heads
-    for (int h = 0; w->rotated && h < n_head; h++) rope(q + h * w->hd, turn, w->n_rot, pairing);
-    for (int h = 0; w->rotated && h < n_kv; h++) rope(k + h * w->hd, turn, w->n_rot, pairing);
-    after_rope(s, q, n_head, k, n_kv, pos);
-    for (int h = 0; h < n_kv; h++) {
-        size_t at = (size_t)(share * n_kv + h) * cache->rows + row;
+    before_rope(s, q, q_heads, k, v, kv_heads);   // Qwen 3 norms heads
+    for (int h = 0; w->rotated && h < q_heads; h++) rope(q + h * w->hd, turn, w->n_rot, pairing);
+    for (int h = 0; w->rotated && h < kv_heads; h++) rope(k + h * w->hd, turn, w->n_rot, pairing);
+    after_rope(s, q, q_heads, k, kv_heads, pos);
+    for (int h = 0; h < kv_heads; h++) {
+        size_t at = (size_t)(share * kv_heads + h) * cache->rows + row;
         uint16_t *to_k = cache->k + at * w->hd, *to_v = cache->v + at * w->vd;
         narrow(k + h * w->hd, w->hd, to_k);
         narrow(v + h * w->vd, w->vd, to_v);
@@ -715,6 +723,8 @@ static void output_logits(Session *s, int first, int n) {
 }
 
 // ---- 7. what matmul and attention compute, in plain loops ----
+//
+// With -DLLM_PLAIN matmul and attention call these; otherwise Part V has faster ones.
 
 // from a token's input, or output, to the next one's
 static size_t input_step(const Matrix *w) { return w->x_step ? w->x_step : w->cols; }
@@ -746,8 +756,8 @@ static inline int attention_sees(const Attention *a, int query, int key) {
     return (key >= a->span_start) & (key - query <= a->ahead) & near;
 }
 
-// A score with what other families do to it: a soft cap, and ALiBi, which takes off what grows with
-// the distance. A key that is not seen has the score -INFINITY, and so the weight 0.
+// A score with what other families do to it: a soft cap, and ALiBi, which subtracts a penalty that
+// grows with the distance. A key that is not seen has the score -INFINITY, and so the weight 0.
 static float final_score(const Attention *a, float score, int head, int query, int key) {
     if (!attention_sees(a, query, key)) return -INFINITY;
     if (a->softcap > 0) score = a->softcap * tanhf(score / a->softcap);
@@ -810,7 +820,7 @@ static void plan_caches(Session *s, Arena *a) {   // a plan: places every cache
             *cache = s->cache[w->source];
             continue;
         }
-        bool full = !w->window || w->window >= s->o.window;   // windows of layers are smaller
+        bool full = !w->window || w->window >= s->o.window;   // the smaller window counts
         cache->window = full ? s->o.window : w->window;
         cache->keep = full ? s->o.keep : 0;   // others were trained without the first tokens
         cache->rows = cache->keep + cache->window + larger(s->o.chunk, FEW);   // FEW: of guesses
@@ -820,17 +830,6 @@ static void plan_caches(Session *s, Arena *a) {   // a plan: places every cache
         if (!w->k_b.data) cache->v = arena_take(a, rows, w->vd * sizeof *cache->v);
         cache->pos = arena_take(a, cache->rows, sizeof *cache->pos);
     }
-}
-
-// Sets freq [n_rot/2] of one kind of layers, FULL or WINDOWED: base^(-2i / n_rot) radians per
-// position for pair i. (In double: at position 100,000 a float angle is off by 0.005.) Returns a
-// factor of cosines and sines, in a Llama 1.
-static float rope_frequencies(const Model *m, int kind, int window, double *freq) {
-    const Config *c = &m->config;
-    double base = kind == WINDOWED ? c->rope_base_local : c->rope_base;
-    int n_rot = kind == WINDOWED ? c->n_rot_local : c->n_rot;
-    for (int i = 0; i < n_rot / 2; i++) freq[i] = pow(base, -2.0 * i / n_rot);
-    return rope_scaling(m, kind, window, freq);
 }
 
 // Forgets positions p and later. The states of recurrent layers cannot be cut back: they are
@@ -866,17 +865,16 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     if (!s->o.window) s->o.window = smaller(c->n_ctx, 4096);
     if (c->n_exact) s->o.window = smaller(s->o.window, c->n_exact);   // DeepSeek 3.2
     if (!s->o.threads) s->o.threads = count_cpus();
+    double rows = (double)s->o.window + o.chunk + o.keep;   // an int must hold their sum
+    if (rows > INT32_MAX / 2 || o.window < 0 || o.chunk < 0 || o.keep < 0)
+        return fail(e, "a window of %d, a chunk of %d and %d pinned tokens are out of range",
+                    s->o.window, o.chunk, o.keep);
     s->cache = calloc(c->n_layer, sizeof *s->cache);
     if (!s->cache) return fail(e, "out of memory");
     s->pool = pool_open(s->o.threads);
     if (!s->pool) return fail(e, "cannot start %d threads", s->o.threads);
-    bool negative = o.window < 0 || o.chunk < 0 || o.keep < 0;   // no GPU is opened for these
-    int chunk = s->o.cpu || negative ? 0 : gpu_chunk(s);
+    int chunk = o.cpu ? 0 : gpu_chunk(s);
     if (!s->o.chunk) s->o.chunk = chunk ? chunk : 512;
-    double rows = (double)s->o.window + s->o.chunk + s->o.keep;   // an int must hold their sum
-    if (rows > INT32_MAX / 2 || negative)
-        return fail(e, "a window of %d, a chunk of %d and %d pinned tokens are out of range",
-                    s->o.window, s->o.chunk, s->o.keep);
     if (!place_plan(s, plan_caches, &s->kv, "KV cache; try a smaller -c", e) ||
         !place_plan(s, plan_scratch, &s->scratch, "scratch; try a smaller -b", e))
         return false;
@@ -884,18 +882,6 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     for (int i = 0; i < 2; i++) s->rope_mag[i] = rope_frequencies(m, i, s->o.window, s->freq[i]);
     alibi_slopes(s->slopes, c->n_head, c->alibi);   // BLOOM
     if (s->gpu) gpu_open(s);
-    return true;
-}
-
-// Does every layer still hold all rows that a query at p sees?
-static bool rows_resident(const Session *s, int p) {
-    for (int l = 0; l < s->m->config.n_layer; l++) {
-        const Cache *cache = &s->cache[l];
-        for (int i = 0; cache->rows && i < p; i++) {
-            bool seen = p - i < cache->window || i < cache->keep;
-            if (seen && cache->pos[cache_row(cache, i)] != i) return false;
-        }
-    }
     return true;
 }
 
@@ -909,9 +895,68 @@ typedef struct {
     bool hidden;   // for an embedding: a row is the token's normed residual stream [dim]
     OnRow *fn;
     void *ctx;
-    bool exact;    // one NaN in a row is an error (else: nothing but NaN), as it is if hidden
+    bool exact;    // any NaN makes a row an error; otherwise only a row of nothing but NaN is one
     int guesses;   // the last tokens that are only guessed: their rows are not checked
 } Request;
+
+static bool check_ids(const Session *s, const int32_t *ids, int n, int known, Error *e);
+static bool give_rows(Session *s, const Request *r, int pos, int n, int first, bool gpu, Error *e);
+static int session_reuse(Session *s, const Request *r, int known);
+static int chunk_size(const Session *s, int pos, int left, bool snapshot);
+
+// Evaluates a text chunk by chunk, reusing what the caches hold.
+static bool session_run(Session *s, Request r, Error *e) {
+    bool in_history = r.ids == s->history.id;   // the text of session_generate, which may move
+    int known = in_history ? s->history.n : 0;
+    if (!check_ids(s, r.ids, r.n, known, e)) return false;
+    if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
+    if (in_history) r.ids = s->history.id;
+    int reused = session_reuse(s, &r, known), n;
+    bool snapshot = s->n_recurrent && !in_history && r.n - (int)s->history.n > 1;   // of a prompt
+    for (int p = reused; p < r.n; p += n) {
+        n = chunk_size(s, p, r.n - p, snapshot);
+        if (snapshot && p == r.n - 1) {
+            copy_states(s, s->saved, s->recurrent);
+            s->saved_pos = p;
+        }
+        if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
+        int first = r.from > p ? smaller(r.from - p, n) : 0;   // the chunk's first row for r.fn
+        bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);   // n: no logits
+        if (!gpu) forward(s, r.ids + p, n, p);
+        memmove(s->history.id + p, r.ids + p, n * sizeof *r.ids);
+        s->history.n = p + n;
+        s->unseen = 0;
+        if (!give_rows(s, &r, p, n, first, gpu, e)) return false;
+    }
+    return !s->on_chunk || s->on_chunk(s->ctx, reused, r.n, r.n) || fail(e, "interrupted");
+}
+
+const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
+    Request last = {.ids = ids, .n = n, .from = n - 1};
+    return session_run(s, last, e) ? s->logits : NULL;
+}
+
+// Can ids [n] be evaluated? The first `known` ones have been.
+static bool check_ids(const Session *s, const int32_t *ids, int n, int known, Error *e) {
+    if (n < 1) return fail(e, "nothing to evaluate: no tokens");
+    for (int i = known; i < n; i++)
+        if (ids[i] < 0 || ids[i] >= s->m->embd.rows)
+            return fail(e, "token id %d is out of range; the model has %lld", ids[i],
+                        (long long)s->m->embd.rows);
+    return check_more(s, n, e);   // GPT-2
+}
+
+// Does every layer still hold all rows that a query at p sees?
+static bool rows_resident(const Session *s, int p) {
+    for (int l = 0; l < s->m->config.n_layer; l++) {
+        const Cache *cache = &s->cache[l];
+        for (int i = 0; cache->rows && i < p; i++) {
+            bool seen = p - i < cache->window || i < cache->keep;
+            if (seen && cache->pos[cache_row(cache, i)] != i) return false;
+        }
+    }
+    return true;
+}
 
 // Cuts the caches back to the longest prefix of the text that can be reused, and returns where
 // evaluation goes on, at r->from or before: rows from there on must be made. The first `known` ids
@@ -935,20 +980,9 @@ static int session_reuse(Session *s, const Request *r, int known) {
     return p;
 }
 
-// Can ids [n] be evaluated? The first `known` ones have been.
-static bool check_ids(const Session *s, const int32_t *ids, int n, int known, Error *e) {
-    if (n < 1) return fail(e, "nothing to evaluate: no tokens");
-    for (int i = known; i < n; i++)
-        if (ids[i] < 0 || ids[i] >= s->m->embd.rows)
-            return fail(e, "token id %d is out of range; the model has %lld", ids[i],
-                        (long long)s->m->embd.rows);
-    return check_more(s, n, e);   // GPT-2
-}
-
-// How many of the `left` tokens from pos on are the next chunk? Llama 4: it ends where a span ends.
-// Recurrent: the last token of a prompt runs alone, after the snapshot, because session_reuse can
-// only go back to that; so another answer to the same prompt costs one token. Tokens that the states
-// have not seen yet are few, and run in a chunk of their own with the bits of decode.
+// How many of the `left` tokens from pos on are the next chunk? In Llama 4 it ends where a span
+// ends. In recurrent models the last token of a prompt runs alone, after the snapshot: another
+// answer then costs one token. A few tokens that the states have not seen yet run alone, too.
 static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
     int span = s->m->config.span, most = s->o.chunk;
     if (s->unseen && left > FEW) return s->unseen;
@@ -972,9 +1006,8 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
     size_t width = r->hidden ? s->m->config.dim : s->m->config.n_vocab;
     for (int i = first; i < n; i += LOGIT_ROWS, gpu = false) {
         int rows = smaller(n - i, LOGIT_ROWS);
-        const float *row = r->hidden ? s->normed + i * width : s->logits;
-        if (r->hidden)
-            for (int k = 0; k < rows; k++) norm_row(s, &s->m->out_norm, i + k);
+        const float *row = s->logits;
+        if (r->hidden) row = hidden_rows(s, i, rows);   // BERT
         else if (!gpu && !gpu_logits(s, i, rows)) output_logits(s, i, rows);
         for (int k = 0; k < rows; k++, row += width) {
             int token = pos + i + k;
@@ -984,39 +1017,6 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
         }
     }
     return true;
-}
-
-// Evaluates a text chunk by chunk, reusing what the caches hold.
-static bool session_run(Session *s, Request r, Error *e) {
-    bool in_history = r.ids == s->history.id;   // the text of session_generate, which may move
-    int known = in_history ? s->history.n : 0;
-    if (!check_ids(s, r.ids, r.n, known, e)) return false;
-    if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
-    if (in_history) r.ids = s->history.id;
-    int reused = session_reuse(s, &r, known), n;
-    bool snapshot = s->n_recurrent && !in_history && r.n - (int)s->history.n > 1;   // of a prompt
-    for (int p = reused; p < r.n; p += n) {
-        n = chunk_size(s, p, r.n - p, snapshot);
-        if (snapshot && p == r.n - 1) {
-            copy_states(s, s->saved, s->recurrent);
-            s->saved_pos = p;
-        }
-        if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
-        int first = r.from > p ? smaller(r.from - p, n) : 0;   // the chunk's first row for r.fn
-        bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);   // n: no logits
-        if (!gpu) forward(s, r.ids + p, n, p);
-        if (gpu && r.hidden) gpu_fetch(s, s->x, (size_t)n * s->m->config.dim * sizeof *s->x);
-        memmove(s->history.id + p, r.ids + p, n * sizeof *r.ids);
-        s->history.n = p + n;
-        s->unseen = 0;
-        if (!give_rows(s, &r, p, n, first, gpu, e)) return false;
-    }
-    return !s->on_chunk || s->on_chunk(s->ctx, reused, r.n, r.n) || fail(e, "interrupted");
-}
-
-const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
-    Request last = {.ids = ids, .n = n, .from = n - 1};
-    return session_run(s, last, e) ? s->logits : NULL;
 }
 
 // ---- 9. sampler ----
@@ -1030,6 +1030,13 @@ const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
 // session_sample, else in sample, where only about top-k candidates are left. Give it a field at
 // the end of Sampling and, in Part VI, a default in main, a row of OPTIONS and, if files may ask
 // for it, one in sampling_defaults. Then add a line to test.c.
+
+// The sampler's sorting: sort_top brings the k best of c [n] to the front, in order; sort_share so
+// many that their weights (exp(logit - best)) reach a sum. sample_candidates makes candidates of
+// logits l [n] that may be among the k best (0: of all), and returns how many.
+static void sort_top(Candidate *c, size_t n, size_t k);
+static void sort_share(Candidate *c, size_t n, double sum);
+static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k);
 
 static void sample_begin(float *l, const float *logits, size_t n) {   // NaN never wins
     for (size_t i = 0; i < n; i++) l[i] = isnan(logits[i]) ? -INFINITY : logits[i];
@@ -2891,6 +2898,14 @@ static void gate_attention(Session *s, float *x, int width) {
 static bool adds_more(const Layer *w) {
     return w->attn_post_norm.w || w->ffn_post_norm.w || w->attn_norm_2.w || w->out_scale ||
            w->last_norm.w || w->input_gate.data;
+}
+
+// what an embedding is pooled from: normed [dim] of n rows, from row `first` of the last chunk on
+static const float *hidden_rows(Session *s, int first, int n) {
+    size_t dim = s->m->config.dim;
+    gpu_fetch(s, s->x + first * dim, n * dim * sizeof *s->x);
+    for (int i = 0; i < n; i++) norm_row(s, &s->m->out_norm, first + i);
+    return s->normed + first * dim;
 }
 
 static void add_more_row(Session *s, const void *arg, size_t i) {
