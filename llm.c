@@ -380,6 +380,7 @@ typedef void Plan(Session *s, Arena *a);
 static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e);
 static Plan plan_scratch, plan_states;   // buffers of forward; states of recurrent layers
 static void copy_states(Session *s, float *to, const float *from);   // of recurrent layers
+static bool rows_resident(const Session *s, int p);   // do the caches hold what a query at p sees?
 
 // Threads. parallel calls fn once for each task i = 0 .. n-1, in any order, on several threads, and
 // waits for all. ctx is what they work on; `thread` picks a buffer that no other running task has.
@@ -417,11 +418,14 @@ static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 static inline float exp_fast(float x);   // e^x, relative error 1e-7; loops of it are vector code
 static float sum16(const float *x, int n, float mean, bool squares);   // of x - mean, in 16 lanes
 static void soft_cap(float *x, size_t n, float cap);   // x = cap * tanh(x / cap)
-// Makes values v [n] finite, because 0 * NaN is NaN, and would damage the results of queries that do
-// not see the row. The row's key becomes NaN instead: it damages only the queries that see it.
+// Makes values v [n] finite, because 0 * NaN is NaN, and would damage also the queries that do not
+// see the row. The row's key becomes NaN instead, which damages only the queries that see it.
 static void cache_finite(uint16_t *v, int n, uint16_t *key);
 
-typedef void RowFn(Session *s, const void *arg, size_t i);   // a step for row i of a chunk
+// A row function does a step of forward for row i of a chunk. each_row calls one for rows 0 .. n-1,
+// on all threads.
+typedef void RowFn(Session *s, const void *arg, size_t i);
+static void each_row(Session *s, RowFn *fn, const void *arg, int n);
 
 // -- other families: blocks, which read s->normed and leave their result in s->out --
 static void mix_tokens(Session *s);   // latent or recurrent, in place of attention or beside it
@@ -531,18 +535,6 @@ static RowFn embed_row, angles_row, norm_row, qkv_share, activate_row, add_row;
 static void attention_block(Session *s), attend(Session *s);
 typedef struct Ffn { const Matrix *gate, *up, *down; float limit; } Ffn;
 static void ffn(Session *s, const Ffn *f, float *out);
-
-typedef struct { Session *s; RowFn *fn; const void *arg; } RowTask;
-static void run_row(Task t) {
-    const RowTask *r = t.ctx;
-    r->fn(r->s, r->arg, t.i);
-}
-
-// Calls fn for rows 0 .. n-1, on all threads. But to learn how much scratch it takes, forward also
-// runs dry, without buffers: then only matmul and attention do something, they count.
-static void each_row(Session *s, RowFn *fn, const void *arg, int n) {
-    if (s->op_scratch.base) parallel(s->pool, run_row, &(RowTask){s, fn, arg}, n);
-}
 
 // out [n][rows] = x [n][cols] * transposed w
 static void product(Session *s, const Matrix *w, const float *x, float *out) {
@@ -944,18 +936,6 @@ static bool check_ids(const Session *s, const int32_t *ids, int n, int known, Er
             return fail(e, "token id %d is out of range; the model has %lld", ids[i],
                         (long long)s->m->embd.rows);
     return check_more(s, n, e);   // GPT-2
-}
-
-// Does every layer still hold all rows that a query at p sees?
-static bool rows_resident(const Session *s, int p) {
-    for (int l = 0; l < s->m->config.n_layer; l++) {
-        const Cache *cache = &s->cache[l];
-        for (int i = 0; cache->rows && i < p; i++) {
-            bool seen = p - i < cache->window || i < cache->keep;
-            if (seen && cache->pos[cache_row(cache, i)] != i) return false;
-        }
-    }
-    return true;
 }
 
 // Cuts the caches back to the longest prefix of the text that can be reused, and returns where
@@ -3904,6 +3884,18 @@ static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, c
     return true;
 }
 
+// Does every layer still hold all rows that a query at p sees?
+static bool rows_resident(const Session *s, int p) {
+    for (int l = 0; l < s->m->config.n_layer; l++) {
+        const Cache *cache = &s->cache[l];
+        for (int i = 0; cache->rows && i < p; i++) {
+            bool seen = p - i < cache->window || i < cache->keep;
+            if (seen && cache->pos[cache_row(cache, i)] != i) return false;
+        }
+    }
+    return true;
+}
+
 // ==== Part IV: text =============================================================================
 //
 //   a conversation   user "Hi"
@@ -6384,6 +6376,18 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, int n) {
         pool_wait(p, true);
     }
     fp_set(mode);
+}
+
+typedef struct { Session *s; RowFn *fn; const void *arg; } RowTask;
+static void run_row(Task t) {
+    const RowTask *r = t.ctx;
+    r->fn(r->s, r->arg, t.i);
+}
+
+// To learn how much scratch it takes, forward also runs dry, without buffers: then only matmul and
+// attention do something, because they count.
+static void each_row(Session *s, RowFn *fn, const void *arg, int n) {
+    if (s->op_scratch.base) parallel(s->pool, run_row, &(RowTask){s, fn, arg}, n);
 }
 
 #ifdef LLM_PLAIN
