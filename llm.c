@@ -1346,7 +1346,8 @@ static bool guess_ids(Session *s, int n, int count) {
 // How many guesses, at most `most`, can run in a chunk with what is not evaluated of n tokens?
 static int guesses_fit(const Session *s, int n, int most) {
     const Model *m = s->m;
-    int start = s->history.n - s->unseen, end = smaller(n + most, start + chunk_size(s, start, FEW, false));
+    int start = s->history.n - s->unseen;
+    int end = smaller(n + most, start + chunk_size(s, start, FEW, false));
     if (m->config.n_exact) end = smaller(end, m->config.n_exact);
     if (m->pos_embd.data) end = smaller(end, m->pos_embd.rows);
     return end > n ? end - n : 0;
