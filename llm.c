@@ -4923,6 +4923,19 @@ static bool special_types(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
+// The pre-tokenizer of a file that names none, such as Ollama's or an old one; pre is empty or
+// "default". If neither architecture nor vocabulary tells, a note says what is assumed.
+static const char *known_pre(Tokenizer *t, Str arch, Str pre) {
+    static const char *const of[][2] = {{"llama4", "llama4"}, {"mistral3", "tekken"},
+                                        {"lfm2 lfm2moe", "lfm2"}, {"gpt-oss", "gpt-4o"}};
+    for (size_t i = 0; i < COUNT(of); i++)
+        if (find_str(arch, of[i][0])) return of[i][1];
+    if (str_eq(token_at(t, 128009).text, "<|eot_id|>")) return "llama-bpe";   // Llama 3
+    snprintf(t->note, sizeof t->note, "tokenizer.ggml.pre is %s: llama.cpp's default rules "
+             "are assumed, ids may be wrong", pre.n ? "'default'" : "missing");
+    return "default";
+}
+
 static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
     Tokenizer *t = *made = calloc(1, sizeof *t);
     Str model = gguf_str(g, "tokenizer.ggml.model"), pre = gguf_str(g, "tokenizer.ggml.pre");
@@ -4939,9 +4952,11 @@ static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
                     "none", STR_ARG(model));
     *t = MODELS[i].t;
     if (t->kind == TOKENIZER_NONE) return true;
-    if (MODELS[i].pre) pre = (Str){MODELS[i].pre, strlen(MODELS[i].pre)};
-    else if (!pre.n) strcpy(t->note, "tokenizer.ggml.pre is missing: 'default' is assumed");
-    if (!pre.n) pre = (Str){"default", 7};
+    if (!tokenizer_vocab(t, g, e)) return false;
+    const char *known = MODELS[i].pre;
+    if (!known && (!pre.n || str_eq(pre, "default")))
+        known = known_pre(t, gguf_str(g, "general.architecture"), pre);
+    if (known) pre = (Str){known, strlen(known)};
     for (i = 0; i < COUNT(PRE_TOKENIZERS) && !t->pre; i++)
         if (find_str(pre, PRE_TOKENIZERS[i].names)) t->pre = &PRE_TOKENIZERS[i];
     t->no_rules = !t->pre;
@@ -4949,7 +4964,7 @@ static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
         t->pre = &PRE_TOKENIZERS[0];
         snprintf(t->note, sizeof t->note, "tokenizer.ggml.pre '%.*s' is unknown", STR_ARG(pre));
     }
-    return tokenizer_vocab(t, g, e) && special_keys(t, g, e) && special_types(t, g, e);
+    return special_keys(t, g, e) && special_types(t, g, e);
 }
 
 static void tokenizer_close(Tokenizer *t) {
