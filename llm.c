@@ -139,6 +139,7 @@ typedef struct {
     int norm, act;             // NORM_RMS, ...; ACT_SILU, ...
     bool limit_first;          // the limit of a gate is one of the activation's input (Maple)
     int n_loops;               // all layers run so often, with caches of their own (Nanbeige)
+    bool nextn;                // the file has blocks that guess further tokens, too: not run
     bool causal;               // a token does not see later ones (Llama: true); encoders: it does
     bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
     int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
@@ -2601,6 +2602,7 @@ static void check_tensors(Loader *ld) {
         int l = str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
         char name[100];
         snprintf(name, sizeof name, "%.*s", (int)rest.n, rest.s);
+        ld->m->config.nextn |= strstr(name, "nextn.") || !strncmp(name, "mtp.", 4);
         if (t->used && l >= 0) check_neighbours(ld, l, strchr(name, '.') + 1);
         else if (!t->used && !tensor_idle(ld, t, l, name))
             refuse(ld, "tensor %.*s: no part of a %s model of %d layers, as the engine knows it",
@@ -8930,6 +8932,8 @@ static void print_notes(const Cli *cli) {
     int n = cli->ids.n, window = s->o.window, n_ctx = cli->m.config.n_ctx;
     if (*cli->m.tokenizer->note) fprintf(stderr, "note: %s\n", cli->m.tokenizer->note);
     if (s->m) print_unread(&cli->m);
+    if (s->m && cli->m.config.nextn)
+        fputs("note: the file's nextn (MTP) blocks, which guess tokens, are not used\n", stderr);
     if (cli->gpu && !*GPU_NAME)
         fprintf(stderr, "note: --gpu %s: this program was built without a GPU\n", cli->gpu);
     if (s->m && cli->o.window > window)
@@ -9219,6 +9223,7 @@ static bool print_info(Cli *cli) {
     if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
     if (c->n_loops > 1)
         printf("; the file has %d, which run %d times", c->n_layer / c->n_loops, c->n_loops);
+    if (c->nextn) printf("; the file's nextn (MTP) blocks are not used");
     putchar('\n');
     double weights = 0, moved = token_bytes(s, 0), rate = 0;
     for (size_t i = 0; i < m->gguf->n_tensors; i++) weights += tensor_bytes(&m->gguf->tensors[i]);

@@ -3099,7 +3099,7 @@ static void test_cli_wishes(void) {
         {MADE, "", "--temp 3 --top-k 9 --top-p 0.9 --min-p 0.02 --repeat-penalty 1.5 "
          "--repeat-last-n 7"}};
     const char *command = "llm $D/%s --tokens 1,2,3 -n 30 --seed 5 %s", *got = NULL;
-    Writer plain = {0}, odd = {0}, ranks = {0};
+    Writer plain = {0}, ranks = {0}, odd = {.spoil = {NULL, NEW_TENSOR, "mtp.fc.weight", 8}};
     write_ids(&plain, "plain.gguf", "");
     for (size_t i = 0; i < COUNT(wishes); i++) {
         Writer made = {0};
@@ -3119,7 +3119,9 @@ static void test_cli_wishes(void) {
     check_llm("llm $D/odd.gguf --tokens 1 -n 1", 0, "",
               "^note: key general.sampling.penalty_repeat is not used\n"
               "note: key general.sampling.xtc_threshold is not used\n"
-              "note: key llama.rope.scaling.odd is not used\nprefill");
+              "note: key llama.rope.scaling.odd is not used\n"
+              "note: the file's nextn \\(MTP\\) blocks, which [^\n]* are not used\nprefill");
+    check_llm("llm $G/nemotron_h_moe.gguf --info", 0, "nextn \\(MTP\\) blocks are not used\n", "");
     write_ids(&ranks, "ranks.gguf", "attention.odd=1 pooling_type=4 expert_shared_count=0");
     check_llm("llm $D/ranks.gguf --tokens 1 -n 1", 0, "^[0-9]+\n$",
               "^note: key llama.attention.odd is not used\nprefill");
