@@ -119,6 +119,7 @@ typedef struct {
     int norm, act;             // NORM_RMS, ...; ACT_SILU, ...
     bool limit_first;          // the gate is clamped before its activation, not after (Maple)
     int n_loops;               // how many times the layers run, each with its own cache (Nanbeige)
+    bool nextn;                // the file has blocks that guess further tokens, too: not run
     bool causal;               // a token does not see later ones (Llama: true); encoders: it does
     bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
     int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
@@ -1299,8 +1300,9 @@ static bool read_meta(Cursor *in, Meta *m, Error *e) {
 }
 
 static bool read_tensor(Cursor *in, Tensor *t, size_t align, Error *e) {
-    static const char *const gone[] = {[4] = "Q4_2", "Q4_3", [31] = "Q4_0_4_4", "Q4_0_4_8",
-                                       "Q4_0_8_8", [36] = "IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8"};
+    static const char *const foreign[] = {
+        [4] = "Ollama's first MXFP4", "Q4_3", [31] = "Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8",
+        [36] = "I2_S of bitnet.cpp", "I8_S of bitnet.cpp", "TL1 of bitnet.cpp"};
     uint64_t ne[4] = {1, 1, 1, 1};
     *t = (Tensor){.name = read_str(in)};
     t->n_dims = read_bytes(in, 4);
@@ -1318,8 +1320,9 @@ static bool read_tensor(Cursor *in, Tensor *t, size_t align, Error *e) {
     if (t->offset % align)
         return fail(e, "offset %.0f is not a multiple of the alignment %zu", (double)t->offset,
                     align);
-    if (t->type >= 0 && t->type < (int)COUNT(gone) && gone[t->type])
-        return fail(e, "%s is a type that GGUF has given up; make the file anew", gone[t->type]);
+    if (t->type >= 0 && t->type < (int)COUNT(foreign) && foreign[t->type])
+        return fail(e, "type %d is %s, which GGUF does not have; get or make another file", t->type,
+                    foreign[t->type]);
     if (!quant_name(t->type)) return fail(e, "unknown tensor type %d", t->type);
     if (t->ne[0] && !quant_row_bytes(t->type, t->ne[0]))
         return fail(e, "rows of %d weights are not whole %s blocks", t->ne[0], quant_name(t->type));
@@ -1357,6 +1360,11 @@ static bool sort_names(void *items, size_t n, size_t size, const char *what, Err
 static Meta *gguf_find(const Gguf *g, const char *key) {   // NULL: there is no such key
     Str name = {key, strlen(key)};
     return bsearch(&name, g->meta, g->n_meta, sizeof *g->meta, name_compare);
+}
+
+static Tensor *gguf_tensor(const Gguf *g, const char *full) {   // NULL: there is no such tensor
+    Str name = {full, strlen(full)};
+    return bsearch(&name, g->tensors, g->n_tensors, sizeof *g->tensors, name_compare);
 }
 
 // the i-th value of m, which is a number or an array of numbers
@@ -1449,7 +1457,9 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     if (said && !gguf_size[said->type]) align = 0;   // no number
     if (align < 8 || align > 1 << 20 || (align & (align - 1)))
         return fail(e, "general.alignment is %.0f, want a power of two from 8 on", (double)align);
-    if (no != i) return fail(e, "this is part %d of a model; open part 1", (int)no + 1);
+    if (no != i)
+        return fail(e, "split.no says part %d, expected %d: renamed? Open *-00001-of-%05d.gguf",
+                    (int)no + 1, i + 1, (int)gguf_int(&part, "split.count", 0));
     for (size_t k = 0; k < n_tensors; k++)
         if (!read_tensor(&in, &t[k], align, &why))
             return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
@@ -1487,14 +1497,15 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
         if (!maps) return fail(e, "out of memory");
         g->maps = maps;
         maps[g->n_maps++] = (Map){0};
+        if (i) snprintf(tail, sizeof tail, " (part %d of %d)", i + 1, (int)count);
         if (!map_file(&maps[i], name, &why) || !gguf_read(g, &maps[i], i, &why))
-            return fail(e, "%s: %s", name, why.text);
+            return fail(e, "%s%s: %s", name, i ? tail : "", why.text);
         count = larger(gguf_int(g, "split.count", 1), 1);   // merged parts leave a 0
         if (count < 1 || count > 99999) return fail(e, "%s: split.count is out of range", path);
         snprintf(tail, sizeof tail, "-00001-of-%05d.gguf", (int)count);
         stem = larger(strlen(path), strlen(tail)) - strlen(tail);
         if (count > 1 && strcmp(path + stem, tail))
-            return fail(e, "%s: a model in %d parts must be named *%s", path, (int)count, tail);
+            return fail(e, "%s: part 1 of %d must be named *%s, rename it", path, (int)count, tail);
     }
     return sort_names(g->tensors, g->n_tensors, sizeof(Tensor), "tensor", &why) ||
            fail(e, "%s: %s", path, why.text);
@@ -1664,13 +1675,13 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
      .local_unscaled = true}, .flags = BOTH_WAYS | FULL_FIRST, .local = 3},
 };
 
-// Ollama has names of its own for architectures and tensors. Files of some do not name their
-// pre-tokenizer (pre), or not YaRN (yarn).
+// Ollama has names of its own for architectures and tensors. Files of some name a wrong
+// pre-tokenizer (pre) or none, or do not name YaRN (yarn).
 typedef struct { const char *name, *ours, *pre; bool yarn; } Alias;
 static const Alias ALIASES[] = {
     {"gptoss", "gpt-oss", "gpt-4o", true}, {"glm4moelite", "deepseek2", "glm4", false},
     {"olmo3", "olmo2", NULL, false}, {"qwen25vl", "qwen2vl", NULL, false},
-    {"deepseekocr", "deepseek2-ocr", NULL, false},
+    {"deepseekocr", "deepseek2-ocr", NULL, false}, {"glmocr", "glm4", "chatglm-bpe", false},
     {"nemotron_h_omni", "nemotron_h_moe", NULL, false},
 };
 static const char *const TENSOR_ALIASES[][2] = {   // what the name in a file ends in, and ours
@@ -1678,6 +1689,8 @@ static const char *const TENSOR_ALIASES[][2] = {   // what the name in a file en
     {"attn_sinks", "attn_sinks.weight"}, {"attn_g.weight", "attn_gate.weight"},
     {"ssm_dt", "ssm_dt.bias"}, {"ffn_latent_in.weight", "ffn_latent_down.weight"},
     {"ffn_latent_out.weight", "ffn_latent_up.weight"},
+    {"post_attn_norm.weight", "post_attention_norm.weight"},
+    {"post_ffn_norm.weight", "post_ffw_norm.weight"},
 };
 
 static const Alias *find_alias(const Gguf *g) {   // of the file's architecture; NULL: there is none
@@ -1698,7 +1711,7 @@ typedef struct {
     int hd_local, vd_local;    // hd and vd of windowed layers
     float eps_rms;             // eps of RMSNorm
     bool rope_tuned;           // no: the file wants no RoPE after all
-    int rope_sections;         // not 0: the pairing is ROPE_HALVES
+    float rope_part;           // of a head that RoPE turns; 0: unsaid
     float rope_alpha;          // raises the base of RoPE (NTK-aware scaling); 0: not
 } Hints;
 
@@ -1776,7 +1789,7 @@ static const Key KEYS[] = {
     {"attention.temperature_length", INT, CONFIG(sharpen_length), 0, INT_MAX, "deepseek2 mistral4"},
     {"use_parallel_residual", BOOL, HINT(side_by_side), 0, 1, "gptneox*"},
     {"rope.dimension_count", INT, CONFIG(n_rot), -1, 4096, ALL},   // -1: all of a head
-    {"rope.dimension_sections", INT, HINT(rope_sections), 0, INT_MAX, "glm4"},
+    {"rope.partial_rotary_factor", REAL, HINT(rope_part), 0, 1, "glm4"},   // so says Ollama
     {"rope.dimension_count_swa", INT, CONFIG(n_rot_local), 0, 4096,
      "gemma4 afmoe laguna muse-glimmer spark2_5 step35"},
     {"rope.swa.dimension_count", INT, CONFIG(n_rot_local), 0, 4096, "laguna"},   // Ollama's names
@@ -1920,12 +1933,12 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
     const Meta *v = arch_meta(ld, key), *blocks = arch_meta(ld, "block_count");
     if (!v) return otherwise;
     Str word = {key, strlen(key)};
-    bool array = v->type == GGUF_ARR, sections = find_str(word, "rope.dimension_sections");
-    bool by_layer = ld->l >= 0 || sections || find_str(word, "attention.head_count");
+    bool array = v->type == GGUF_ARR;
+    bool by_layer = ld->l >= 0 || find_str(word, "attention.head_count");
     uint64_t i = array && ld->l > 0 ? ld->l : 0, n_layer = 0;
     if (blocks && blocks->n) n_layer = meta_int(blocks, 0);
     bool longer = v->n > n_layer && !find_str(word, PATTERNS);
-    if (array && by_layer && !sections && (v->n < n_layer || longer))
+    if (array && by_layer && (v->n < n_layer || longer))
         refuse(ld, "key %.*s has %llu values for %llu layers", STR_ARG(v->key),
                (unsigned long long)v->n, (unsigned long long)n_layer);
     bool number = v->elem != GGUF_STR && (!array || by_layer);
@@ -1964,16 +1977,15 @@ static void load_keys(Loader *ld, Layer *layer) {
 
 // NULL: there is no such tensor; if a ! stands before its name, that is an error
 static Tensor *find_tensor(Loader *ld, const char *name, const char *suffix) {
-    const Gguf *g = ld->m->gguf;
     char full[128];
     bool required = *name == '!';
     name += required;
-    Str key = {full, snprintf(full, sizeof full, "%s%s%s", ld->prefix, name, suffix)};
-    Tensor *t = ld->ok ? bsearch(&key, g->tensors, g->n_tensors, sizeof *t, name_compare) : NULL;
+    snprintf(full, sizeof full, "%s%s%s", ld->prefix, name, suffix);
+    Tensor *t = ld->ok ? gguf_tensor(ld->m->gguf, full) : NULL;
     for (size_t i = 0; !t && ld->ok && i < COUNT(TENSOR_ALIASES); i++) {
         if (strcmp(full + strlen(ld->prefix), TENSOR_ALIASES[i][1])) continue;
-        key.n = snprintf(full, sizeof full, "%s%s", ld->prefix, TENSOR_ALIASES[i][0]);
-        t = bsearch(&key, g->tensors, g->n_tensors, sizeof *t, name_compare);
+        snprintf(full, sizeof full, "%s%s", ld->prefix, TENSOR_ALIASES[i][0]);
+        t = gguf_tensor(ld->m->gguf, full);
     }
     if (t && tensor_bytes(t) > 0) return t;
     if (t) refuse(ld, "tensor %.*s holds nothing", STR_ARG(t->name));
@@ -2232,6 +2244,7 @@ static void load_layer(Loader *ld, Layer *w) {
     load_keys(ld, w);
     load_window(ld, w);
     if (a->flags & FF_BOTH) w->ff /= 2;
+    if (!strncmp(c->name, "lfm2", 4)) w->ff = 0;   // Ollama's may be wrong; the tensors tell
     const Meta *kv = arch_meta(ld, "attention.head_count_kv");
     bool each_kv = kv && kv->type == GGUF_ARR;   // a 0 in it: no attention; else: n_head
     if (!w->n_kv && !each_kv) w->n_kv = w->n_head;
@@ -2303,7 +2316,8 @@ static void check_neighbours(Loader *ld, int l, const char *name) {
 
 // what the names of tensors begin with that do not run: other modalities, the heads of rerankers,
 // what predicts further tokens
-static const char *const IDLE_TENSORS[] = {"v.", "mm.", "a.", "s.", "cls.", "mtp."};
+static const char *const IDLE_TENSORS[] = {"v.", "mm.", "a.", "s.", "cls.", "mtp.",
+                                           "model.vision_tower.", "model.audio_tower."};
 
 // Is a tensor of layer l (-1: of none) one that does not run: IDLE_TENSORS, one that holds nothing,
 // NVFP4's scales of activations, a layer's for images, an indexer (a text of n_exact tokens at most
@@ -2332,6 +2346,7 @@ static void check_tensors(Loader *ld) {
         int l = str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
         char name[100];
         snprintf(name, sizeof name, "%.*s", (int)rest.n, rest.s);
+        ld->m->config.nextn |= strstr(name, "nextn.") || !strncmp(name, "mtp.", 4);
         if (t->used && l >= 0) check_neighbours(ld, l, strchr(name, '.') + 1);
         else if (!t->used && !tensor_idle(ld, t, l, name))
             refuse(ld, "tensor %.*s: no part of a %s model of %d layers, as the engine knows it",
@@ -2402,13 +2417,14 @@ static void derive_rope(Loader *ld) {
     const Meta *scaling = arch_meta(ld, "rope.scaling.type");
     const Alias *alias = find_alias(ld->m->gguf);
     Str type = meta_str(scaling);
+    if (type.s && !type.n) scaling = NULL;   // so Ollama says none
     c->yarn = scaling ? str_eq(type, "yarn") : alias && alias->yarn;
-    if (str_eq(type, "none")) c->rope_factor = 1;
-    if (scaling && !find_str(type, "none linear yarn longrope llama3"))
+    if (find_str(type, "none default")) c->rope_factor = 1;
+    if (scaling && !find_str(type, "none default linear yarn longrope llama3"))
         refuse(ld, "rope.scaling.type '%.*s' is not supported", STR_ARG(type));
     if (flags & ROPE_TUNED && !h->rope_tuned) c->rope = ROPE_NONE;
-    if (h->rope_sections) c->rope = ROPE_HALVES;
     if (c->n_rot < 0) c->n_rot = c->hd;
+    if (h->rope_part > 0) c->n_rot = c->hd * h->rope_part;
     if (c->rope == ROPE_NONE) c->n_rot = 0;   // whatever the file says
     const Meta *section = arch_meta(ld, "rope.dimension_sections");
     if (!section) section = arch_meta(ld, "rope.mrope_section");   // so says Ollama, of the first 3
@@ -2417,6 +2433,7 @@ static void derive_rope(Loader *ld) {
                (unsigned long long)section->n);
     for (int i = 0; section && gguf_size[section->elem] && i < 4 && i < (int)section->n; i++)
         c->section[i] = fmin(fmax(meta_int(section, i), 0), 4096);
+    if (c->section[0] && !strcmp(c->name, "glm4")) c->rope = ROPE_HALVES;   // GLM-OCR
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
     derive_latent(c, flags & YARN_SCORES);
     if (!c->sharpen_length) c->sharpen_length = c->n_ctx_orig;
@@ -2464,7 +2481,12 @@ static void derive_config(Loader *ld) {
 static void load_config(Loader *ld) {
     enum { MISSING = -1 };   // below what KEYS allows: the file must have this eps
     Config *c = &ld->m->config;
-    *(c->norm == NORM_RMS ? &ld->hints.eps_rms : &c->eps) = MISSING;
+    // Ollama leaves out eps and all numbers of Gemma 3's RoPE
+    bool gemma3 = !strcmp(c->name, "gemma3"), ocr = !strcmp(c->name, "deepseek2-ocr");
+    bool bare = gemma3 && (arch_meta(ld, "mm.tokens_per_image") ||
+                           !arch_meta(ld, "attention.layer_norm_rms_epsilon"));
+    if (c->norm == NORM_RMS) ld->hints.eps_rms = gemma3 || ocr ? 1e-6f : MISSING;
+    else c->eps = MISSING;
     c->pooling = -1;
     c->rope_base = 10000;   // what neither row nor file may say
     c->yarn_fast = 32;
@@ -2472,6 +2494,8 @@ static void load_config(Loader *ld) {
     if (!c->gating) c->gating = GATING_SOFTMAX;
     load_keys(ld, NULL);                      // first the sizes
     if (ld->ok) imply_config(c, ld->arch);    // then what follows from them
+    if (bare) c->rope_base = 1e6f;
+    if (bare && c->n_ctx >= 131072) c->rope_factor = 8;
     load_keys(ld, NULL);                      // then the file again, which overrides it
     if (ld->ok) derive_config(ld);
 }
@@ -2931,6 +2955,9 @@ static void load_experts(Loader *ld, Layer *w) {
     if (latent && (gated || find_tensor(ld, "ffn_gate_inp", ".scale")))
         refuse(ld, "layer %d: latent experts with a gate or beside a dense FFN", ld->l);
     if (latent) w->latent_up = load_matrix(ld, "!ffn_latent_up", wide, c->dim, 1);
+    if (c->act == ACT_SWIGLU_OAI && find_tensor(ld, sparse.both, ".weight"))
+        refuse(ld, "tensor %s%s: gate and up are interleaved, as in Ollama's first gpt-oss; get or "
+                   "make another file", ld->prefix, sparse.both);
     w->ff = load_ffn(ld, &sparse, wide, 0, n, (Matrix *[]){&w->gate, &w->up, &w->down});
     if (!w->down.scale) w->down.scale = load_vector(ld, "ffn_gate_inp", ".per_expert_scale", n);
     const float *scale = load_vector(ld, "ffn_gate_inp", ".scale", c->dim);
@@ -4651,7 +4678,8 @@ static const Meta *vocab_array(const Gguf *g, const char *key, size_t n, Error *
     return NULL;
 }
 
-static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error *e) {
+// Only the first `most` strings can be found.
+static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, int most, Error *e) {
     const Meta *m = vocab_array(g, key, 0, e);
     size_t size = 16;
     if (!m) return false;
@@ -4668,7 +4696,7 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, Error
         if (!slot) return fail(e, "%s: made to collide", key);
         if (s.n > d->longest) d->longest = s.n;
         if (s.n > TEXT_MAX) return fail(e, "%s: a string of %zu bytes", key, s.n);
-        if (s.n && !*slot) *slot = i + 1;
+        if (s.n && !*slot && i < (uint32_t)most) *slot = i + 1;
     }
     return true;
 }
@@ -4697,12 +4725,14 @@ static bool unigram_open(Tokenizer *t, const Gguf *g, Error *e) {
     }
     t->unknown_score = least - 10;
     if (!m || !m->n) return true;
+    if (m->type != GGUF_ARR || m->elem > GGUF_I8)
+        return fail(e, "%s: want an array of bytes, not %s; get or make another file", key,
+                    m->elem == GGUF_STR ? "text (base64)" : "larger numbers (INT32)");
     Cursor c = {m->v, m->end, false};
     t->trie.n = read_bytes(&c, 4);
     t->trie.s = take(&c, t->trie.n);
     t->strings = (Str){(const char *)c.p, c.end - c.p};
-    bool ok = m->type == GGUF_ARR && m->elem <= GGUF_I8 && m->n <= TEXT_MAX && !c.bad &&
-              t->trie.n % 4 == 0;
+    bool ok = m->n <= TEXT_MAX && !c.bad && t->trie.n % 4 == 0;
     size_t run = ok ? 0 : CHARSMAP_MAX + 1;   // bytes since the last 0
     for (; c.p < c.end && run <= CHARSMAP_MAX; c.p++) run = *c.p ? run + 1 : 0;
     return !run || fail(e, "%s must be bytes: a trie's size, here %zu, its nodes of 4, strings of "
@@ -4712,7 +4742,9 @@ static bool unigram_open(Tokenizer *t, const Gguf *g, Error *e) {
 static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     const char *key = "tokenizer.ggml.token_type";
     const Meta *types = gguf_find(g, key);
-    if (!dictionary_open(&t->tokens, g, "tokenizer.ggml.tokens", e)) return false;
+    const Tensor *embd = gguf_tensor(g, "token_embd.weight");
+    int rows = embd ? embd->ne[1] : INT_MAX;   // tokens beyond them, as of images, are mere text
+    if (!dictionary_open(&t->tokens, g, "tokenizer.ggml.tokens", rows, e)) return false;
     t->n_vocab = t->tokens.n;
     t->piece_max = 3 * (t->tokens.longest + 4);
     t->type = calloc(t->n_vocab, 1);
@@ -4729,7 +4761,7 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
         return t->scores && unigram_open(t, g, e) && dictionary_lengths(&t->tokens, e);
     if (t->kind == TOKENIZER_WPM) return dictionary_lengths(&t->tokens, e);
     if (t->kind == TOKENIZER_SPM) return t->scores;
-    if (!dictionary_open(&t->merges, g, "tokenizer.ggml.merges", e)) return false;
+    if (!dictionary_open(&t->merges, g, "tokenizer.ggml.merges", INT_MAX, e)) return false;
     for (uint32_t i = 0; i < t->merges.n; i++) {
         Str s = t->merges.str[i];
         if (s.n < 3 || !memchr(s.s + 1, ' ', s.n - 2))
@@ -4811,6 +4843,19 @@ static bool special_types(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
+// The pre-tokenizer of a file that names none, such as Ollama's or an old one; pre is empty or
+// "default". If neither architecture nor vocabulary tells, a note says what is assumed.
+static const char *known_pre(Tokenizer *t, Str arch, Str pre) {
+    static const char *const of[][2] = {{"llama4", "llama4"}, {"mistral3", "tekken"},
+                                        {"lfm2 lfm2moe", "lfm2"}, {"gpt-oss", "gpt-4o"}};
+    for (size_t i = 0; i < COUNT(of); i++)
+        if (find_str(arch, of[i][0])) return of[i][1];
+    if (str_eq(token_at(t, 128009).text, "<|eot_id|>")) return "llama-bpe";   // Llama 3
+    snprintf(t->note, sizeof t->note, "tokenizer.ggml.pre is %s: llama.cpp's default rules "
+             "are assumed, ids may be wrong", pre.n ? "'default'" : "missing");
+    return "default";
+}
+
 static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
     Tokenizer *t = *made = calloc(1, sizeof *t);
     Str model = gguf_str(g, "tokenizer.ggml.model"), pre = gguf_str(g, "tokenizer.ggml.pre");
@@ -4827,9 +4872,11 @@ static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
                     "none", STR_ARG(model));
     *t = MODELS[i].t;
     if (t->kind == TOKENIZER_NONE) return true;
-    if (MODELS[i].pre) pre = (Str){MODELS[i].pre, strlen(MODELS[i].pre)};
-    else if (!pre.n) strcpy(t->note, "tokenizer.ggml.pre is missing: 'default' is assumed");
-    if (!pre.n) pre = (Str){"default", 7};
+    if (!tokenizer_vocab(t, g, e)) return false;
+    const char *known = MODELS[i].pre;
+    if (!known && (!pre.n || str_eq(pre, "default")))
+        known = known_pre(t, gguf_str(g, "general.architecture"), pre);
+    if (known) pre = (Str){known, strlen(known)};
     for (i = 0; i < COUNT(PRE_TOKENIZERS) && !t->pre; i++)
         if (find_str(pre, PRE_TOKENIZERS[i].names)) t->pre = &PRE_TOKENIZERS[i];
     t->no_rules = !t->pre;
@@ -4837,7 +4884,7 @@ static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
         t->pre = &PRE_TOKENIZERS[0];
         snprintf(t->note, sizeof t->note, "tokenizer.ggml.pre '%.*s' is unknown", STR_ARG(pre));
     }
-    return tokenizer_vocab(t, g, e) && special_keys(t, g, e) && special_types(t, g, e);
+    return special_keys(t, g, e) && special_types(t, g, e);
 }
 
 static void tokenizer_close(Tokenizer *t) {
@@ -8999,6 +9046,8 @@ static void print_notes(const Cli *cli) {
     int n = cli->ids.n, window = s->o.window, n_ctx = cli->m.config.n_ctx;
     if (*cli->m.tokenizer->note) fprintf(stderr, "note: %s\n", cli->m.tokenizer->note);
     if (s->m) print_unread(&cli->m);
+    if (s->m && cli->m.config.nextn)
+        fputs("note: the file's nextn (MTP) blocks, which guess tokens, are not used\n", stderr);
     if (cli->gpu && !*GPU_NAME)
         fprintf(stderr, "note: --gpu %s: this program was built without a GPU\n", cli->gpu);
     if (s->m && cli->o.window > window)
@@ -9288,6 +9337,7 @@ static bool print_info(Cli *cli) {
     if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
     if (c->n_loops > 1)
         printf("; the file has %d, which run %d times", c->n_layer / c->n_loops, c->n_loops);
+    if (c->nextn) printf("; the file's nextn (MTP) blocks are not used");
     putchar('\n');
     double weights = 0, moved = token_bytes(s, 0), rate = 0;
     for (size_t i = 0; i < m->gguf->n_tensors; i++) weights += tensor_bytes(&m->gguf->tensors[i]);

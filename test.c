@@ -1056,9 +1056,9 @@ static void test_gguf_variants(void) {
         if (!want) want = got;
         CHECK(!memcmp(got, want, 7 * VOCAB * sizeof *got), "variant %zu differs", i);
     }
-    refused(scratch("v-00002-of-00003.gguf"), "part 2");
-    remove(scratch("v-00003-of-00003.gguf"));
-    refused(scratch("v-00001-of-00003.gguf"), "00003-of-00003");
+    rename(scratch("v-00002-of-00003.gguf"), scratch("v-00003-of-00003.gguf"));
+    refused(scratch("v-00001-of-00003.gguf"), "00002-of-00003.gguf (part 2 of 3): No such");
+    refused(scratch("v-00003-of-00003.gguf"), "part 2, expected 1: renamed? Open *-00001-of-00003");
 }
 
 static const Spoil BROKEN[] = {
@@ -1079,7 +1079,7 @@ static const Spoil BROKEN[] = {
     {"a power of two", KEY, "general.alignment", GGUF_U32, 48},
     {"a power of two", KEY, "general.alignment", GGUF_STR, 0, "32"},
     {"alignment is 2097152, want", KEY, "general.alignment", GGUF_U32, 1 << 21},
-    {"this is part 3", NEW_KEY, "split.no", GGUF_U16, 2},
+    {"says part 3, expected 1", NEW_KEY, "split.no", GGUF_U16, 2},
     {"split.count is out of range", NEW_KEY, "split.count", GGUF_I16, -1},
     {"must be named", NEW_KEY, "split.count", GGUF_U16, 2},
     {"found 5", DIM, "output.weight", -1, 5}, {"found 0", DIM, "output.weight", -1, 0},
@@ -1087,7 +1087,8 @@ static const Spoil BROKEN[] = {
     {"token_embd.weight: not at offset 0", OFFSET, "token_embd.weight", 32},
     {"dimension 1 is 2147483648", DIM, "output.weight", 1, (int64_t)1 << 31},
     {"unknown tensor type 99", TYPE, "output.weight", 99},
-    {"Q4_0_8_8 is a type that GGUF has given up", TYPE, "output.weight", 33},
+    {"type 36 is I2_S of bitnet.cpp, which GGUF does not have", TYPE, "output.weight", 36},
+    {"type 4 is Ollama's first MXFP4", TYPE, "output.weight", 4},
     {"not whole q4_K blocks", TYPE, "output.weight", 12},
     {"not a multiple of the alignment", OFFSET, "output.weight", 8},
     {"output.weight: 8320 bytes of f32, but the offset of blk.0.attn_norm.weight leaves it 8192",
@@ -1189,11 +1190,18 @@ static const Model *odd_model(const Odd *v) {   // refused with what it expects,
 
 // What only some architectures have: it is refused, or does no harm (a norm [8] given as [4,2]).
 #define ACT_KEY "modern-bert.hidden_activation"
+#define NO_EPS(arch) {NULL, NO_KEY, arch ".attention.layer_norm_rms_epsilon"}
 static void test_gguf_shapes(void) {
     static const Odd rows[] = {
         {{"qwen35", 2, "dak", DELTA_KEYS}, {NULL}},
         {{"qwen35", 2, "dak", DELTA_KEYS}, {NULL, FOLD, "blk.0.ssm_norm.weight", 0, 2}},
         {{"modern-bert", 2, "fuNTF", ""}, {NULL, NEW_KEY, ACT_KEY, GGUF_STR, 0, "silu"}},
+        {{"gemma3", 2, "tk", "context_length=131072 rope.global.freq_base=7.5"}, NO_EPS("gemma3")},
+        {{"gemma3", 2, "tk", "context_length=131071 mm.tokens_per_image=9"}, {NULL}},
+        {{"gemma3", 2, "tk", "context_length=131072"}, {NULL}},   // not Ollama's
+        {{"deepseekocr", 3, "xs", EXPERT_KEYS}, NO_EPS("deepseekocr")},
+        {{"glmocr", 1, "tb", "rope.mrope_section=2,3,3 rope.partial_rotary_factor=0.5"}, {NULL,
+          RENAME, "blk.0.post_ffw_norm.weight", .text = "blk.0.post_ffn_norm.weight"}},
         {{"modern-bert", 2, "fuNTF", ""}, {"'relu2' is", NEW_KEY, ACT_KEY, GGUF_STR, 0, "relu2"}},
         {{"qwen35", 2, "dak", DELTA_KEYS "attention.value_length=8"}, {"file has [32,128"}},
         {{"qwen35", 2, "dak", "ssm.conv_kernel=4 ssm.state_size=4096 ssm.group_count=1 "
@@ -1234,9 +1242,16 @@ static void test_gguf_shapes(void) {
          {"uses 3 of 6 experts"}},
     };
     static const int32_t ids[] = {1, 5, 9};
+    static const float ollamas[][5] = {{1e-6f, 7.5f, 8, 16}, {1e-5f, 1e6f, 1, 16},   // rows 3 to 7
+                     {1e-5f, 1e4f, 1, 16}, {1e-6f, 1e4f, 1, 16}, {1e-5f, 1e4f, 1, 8}};
     float *got[2];
     for (size_t i = 0; i < COUNT(rows); i++) {
         const Model *m = odd_model(&rows[i]);
+        if (i > 2 && i < 8) {
+            const Config *c = &m->config;
+            float x[] = {c->eps, c->rope_base, c->rope_factor, c->n_rot, c->rope};
+            CHECK(!memcmp(x, ollamas[i - 3], sizeof x), "row %zu, of Ollama's", i);
+        }
         if (i < 2) got[i] = logits_of(m, ids, 3, (Options){.threads = 1});
         if (i == 2) CHECK(m->config.act == ACT_SILU, "it is not SiLU");
     }
@@ -1265,6 +1280,8 @@ static const Odd WHOLE[] = {
     {LLAMA, {NULL, NEW_TENSOR, "cls.output.weight", 8}},
     {LLAMA, {NULL, NEW_TENSOR, "mtp.fc.weight", 8}},
     {LLAMA, {NULL, NEW_TENSOR, "s.blk.0.weight", 8}},
+    {LLAMA, {NULL, NEW_TENSOR, "model.vision_tower.std_bias", 8}},
+    {{"lfm2", 2, "HCkNQ", "shortconv.l_cache=3 feed_forward_length=40"}, {NULL}},   // it is 48
     {{"llama", 1, "", ""}, {NULL, RENAME, "blk.0.attn_output.weight",
                             .text = "blk.0.attn_out.weight"}},   // Ollama's name
     {{"gemma3", 1, "tk", WINDOW_KEYS "attention.sliding_window_pattern=1,1"}, {NULL}},
@@ -1290,7 +1307,8 @@ static const Odd WHOLE[] = {
     {LLAMA, {"blk.1.v.weight: no part", NEW_TENSOR, "blk.1.v.weight", 8}},
     {LLAMA, {"position_embd.weight: no part", NEW_TENSOR, "position_embd.weight", 64}},
     {LLAMA, {"scales: no part", NEW_TENSOR, "blk.1.attn_q.input_scales", 1}},
-    {LLAMA, {"type '' is not", NEW_KEY, "llama.rope.scaling.type", GGUF_STR, 0, ""}},
+    {LLAMA, {NULL, NEW_KEY, "llama.rope.scaling.type", GGUF_STR, 0, ""}},
+    {LLAMA, {NULL, NEW_KEY, "llama.rope.scaling.type", GGUF_STR, 0, "default"}},
     {{"llama", 2, "", "rope.freq_base=7,9"}, {"want a number"}},
     {{"gemma3", 1, "tk", ""},
      {"attn_norm.weight is missing", NO_TENSOR, "blk.0.attn_norm.weight"}},
@@ -1317,6 +1335,7 @@ static const Odd WHOLE[] = {
     {{"qwen3moe", 2, "kxg", EXPERT_KEYS}, {"ffn_gate_exps.weight is missing"}},
     {{"gemma4", 2, "tk", GEMMA4_KEYS}, {"rope_freqs.weight is missing"}},
     {{"gpt-oss", 2, "boaxB", EXPERT_KEYS WINDOW_KEYS}, {"attn_sinks"}},
+    {{"gptoss", 2, "boaxBim", EXPERT_KEYS WINDOW_KEYS}, {"gate and up are interleaved"}},
     {{"gpt-oss", 2, "boaxBi", EXPERT_KEYS WINDOW_KEYS},
      {"blk.1.attn_sinks.weight is", NO_TENSOR, "blk.1.attn_sinks.weight"}},
     {{"phi3", 2, "fu", ""},
@@ -2505,7 +2524,7 @@ static void test_tokenizer_goldens(void) {
 
 // Words, by hand from the regular expressions of each family; | stands between them.
 static void test_tokenizer_rules(void) {
-    static const struct { const char *pre, *words; } rules[] = {
+    static const struct { const char *pre, *words, *arch; } rules[] = {
         {"gpt-2", "It|'s| I|'|LL| 1234|  | x|\n\n| ,;|\t"}, {"qwen35", "a\u0301b| \u0301c|1|2"},
         {"llama-bpe", "It|'s| I|'LL| |123|4|  | x|\n\n| ,;|\t"}, {"default", "a|+|b|123|456|78|."},
         {"qwen2", "don|'T| |1|2|  |\ty|!?\n\n|.x| \u00E9"}, {"falcon", "a|`+|b|123|45| |678|."},
@@ -2523,12 +2542,21 @@ static void test_tokenizer_rules(void) {
         {"granite-embed-multi-97m", "Hello|World| a\u0301b|123|4"}, {"exaone4", "x| y"},
         {"smaug-bpe", "112|3"}, {"phi-2", "a| b"},
         {"afmoe", "12|345|a|㐀ﾊเເកကᄀꀀ가一|กb|!|⼀"},
+        {"default", "ABC'LL| |123|4|;/", "gptoss"}, {"default", "ABC'LL| |123|4|;/", "llama4"},
+        {"qwen2", "don|'T| |1|2", "llama4"}, {NULL, "HTTPs|World|B|1|2", "mistral3"},
+        {"default", "It|'s| |123|4|!\n", "lfm2moe"}, {"", "It|'s| |123|4|!\n", "deci"},
     };
+    char *llama3 = memset(need(128100), ',', 128009);   // its token 128009 tells the rules
+    strcpy(llama3 + 128009, "<|eot_id|>,a,b");
     for (size_t k = 0; k < COUNT(rules); k++) {
         Char ch[256] = {{0}};
         char expected[256] = {0};
         Writer w = {0};
-        key_vocab(&w, "gpt2", rules[k].pre, "a,b,c,d,e,f,g,h,i,j,k,l", "a b");
+        const char *arch = rules[k].arch, *pre = rules[k].pre, *tokens = "a,b,c,d,e,f,g,h,i,j,k,l";
+        key_text(&w, "general.architecture", arch ? arch : "qwen2");
+        key_vocab(&w, "gpt2", pre, k + 1 < COUNT(rules) ? tokens : llama3, "a b");
+        const Tokenizer *t = written_tokenizer(&w);
+        CHECK(!*t->note == (arch || strcmp(pre, "default")), "%s: '%s'", arch, t->note);
         size_t n = 0;
         for (const char *s = rules[k].words; *s;) {
             if (*s == '|') expected[n] = 1, s++;
@@ -2539,7 +2567,7 @@ static void test_tokenizer_rules(void) {
             s += used;
         }
         ch[0].cut = ch[n].cut = true;
-        for (const char *const *rule = written_tokenizer(&w)->pre->rule; *rule; rule++)
+        for (const char *const *rule = t->pre->rule; *rule; rule++)
             for (size_t i = 0, end; i < n; i = end) {
                 for (end = i + 1; !ch[end].cut;) end++;
                 piece_split(*rule, ch + i, ch + end);
@@ -2570,16 +2598,17 @@ static void test_tokenizer_special(void) {
     static const struct { const char *text, *mark, *ids; int flags; } cases[] = {
         {"abbbbb", NULL, "3 0 5 4", TOKENS_ADD}, {"ab<s>", NULL, "2 3", TOKENS_SPECIAL},
         {"a<u>b", NULL, "0 8 1", TOKENS_SPECIAL}, {"<PRE>a<|start|>", NULL, "0 12"},
-        {"c<s>", NULL, "10"},   // bytes without tokens: nothing
+        {"c<s><v>", NULL, "10"},   // bytes without tokens: nothing
         {"", NULL, "3", TOKENS_ADD},
         {"bb<s><s>abbb<u>", "\0\0\0\0\0\1\1\1\1\1\1\1\1\1\1", "4 3 0 5", TOKENS_SPECIAL},
         {"<s>bb<|start|>", "\0\0\0\1\1\1\1\1\1\1\1\1\1\1", "3 4 0", TOKENS_SPECIAL},
         {"<s><s>", "\0\0\1\0\0\0", "3", TOKENS_SPECIAL}};
     Writer w = {0}, least = {0};
     key_vocab(&w, "gpt2", "gpt-2",
-              "a,b,ab,<s>,bb,bbb,<|im_end|>,</x>,<u>,<|eot_id|>,c,<PRE>,<|start|>", "a b");
-    put_keys(&w, "tokenizer.ggml", "token_type=1,1,1,3,4,4,1,3,2,1,1,4,3 eos_token_id=7 "
+              "a,b,ab,<s>,bb,bbb,<|im_end|>,</x>,<u>,<|eot_id|>,c,<PRE>,<|start|>,<v>", "a b");
+    put_keys(&w, "tokenizer.ggml", "token_type=1,1,1,3,4,4,1,3,2,1,1,4,3,4 eos_token_id=7 "
              "bos_token_id=3 add_bos_token=1 eos_token_ids=7,10");
+    put_tensor(&w, "token_embd.weight", (int[3]){8, 13}, 0, 1);   // has no <v>
     const Tokenizer *t = written_tokenizer(&w);
     CHECK(!*t->note, "%s", t->note);
     for (size_t i = 0; i < COUNT(cases); i++) {
@@ -2606,10 +2635,6 @@ static void test_tokenizer_special(void) {
     key_vocab(&other, "llama", "gemma4", "a,b,ab,<s>", "a b");
     put_keys(&other, "tokenizer.ggml", "bos_token_id=3");
     CHECK(written_tokenizer(&other)->kind == TOKENIZER_BPE, "Gemma 4 by its other name");
-    Writer gptoss = {0};
-    key_text(&gptoss, "general.architecture", "gptoss");
-    key_vocab(&gptoss, "gpt2", "default", "a,b", "a b");
-    CHECK(find_str(str("gpt-4o"), written_tokenizer(&gptoss)->pre->names), "Ollama's gpt-oss");
     // the ids of special tokens lie outside the vocabulary: a note, and defaults
     key_vocab(&far, "gpt2", "gpt-2", "a,b", "a b");
     put_keys(&far, "tokenizer.ggml", "bos_token_id=2 eos_token_id=9");
@@ -2651,22 +2676,24 @@ static void test_tokenizer_unigram(void) {
     static const struct { uint32_t size, node[324]; char s[12]; } ours = {1296, {0x600,
         [257] = 0x941, [259] = 0x80000006, [304] = 0x530, 0x8000000B, 0x532, 0x8000000A,
         [320] = 0x80000004, 0x541, 0x542, 0x80000007}, "D\21\0\0a \0[T]"};
-    static const struct { const char *text, *want, *keys; size_t n; } cases[] = {
+#define CHARSMAP "tokenizer.ggml.precompiled_charsmap"
+    static const struct { const char *text, *want, *keys; size_t n; Spoil spoil; } cases[] = {
         {" a  b", "7 3 3 5 1"}, {"xx\xC1\xA1zz", "2 8 1"}, {"aba", "4 11 1"}, {"\0\0", "s:", "", 3},
         {"aDa0a2b", "4 2 4 2 6 1"}, {"\4\0\0\0abc", "2 1", "", 8},   // a trie, and no strings
         {"AAAAAb", "4 3 5 1"}, {"<s>xxa[T]b", "0 2 4 9 5 1"}, {"B\xFF", "9 10 1"},
         {"  a", "3 3 7 1", "add_space_prefix=1"}, {"", "0 1", "add_bos_token=1 bos_token_id=0"},
         {"a  Ab [T] b ", "7 7 3 5 9 3 5 1", "remove_extra_whitespaces=1"},
+        {"", "s (INT32)", "", 8, {NULL, KEY, CHARSMAP, GGUF_I32, 7}},
+        {"", "s, not text (base64)", "", 8, {NULL, KEY, CHARSMAP, GGUF_ARR, 0, "Q,U,J,D"}},
         {"\3\0\0\0abc", "s:", "", 8}, {"\10\0\0\0abc", "s:", "", 8}, {"\0\0\0\0abc", "s:", "", 7}};
     for (size_t i = 0; i < COUNT(cases); i++) {
         const char *text = cases[i].text, *want = cases[i].want, *path = scratch("t5.gguf");
         size_t n = cases[i].n ? cases[i].n : 1311;
-        Writer w = {0};
+        Writer w = {.spoil = cases[i].spoil};
         key_vocab(&w, "t5", NULL, "<s>,</s>,<unk>,▁,a,b,ab,▁a,zz,[T],\uFFFD,ba,xx", NULL);
         put_keys(&w, "tokenizer.ggml", text_of("scores=0,0,0,-4,-3,-3,-5,-6,-20,-50,-6,-5,-10000 "
                  "token_type=3,3,2,1,1,1,1,1,5,4,1,1,5 %s", cases[i].keys ? cases[i].keys : ""));
-        key_array(&w, "tokenizer.ggml.precompiled_charsmap", GGUF_I8, n,
-                  n > 9 ? (char *)&ours : text, n);
+        key_array(&w, CHARSMAP, GGUF_I8, n, n > 9 ? (char *)&ours : text, n);
         write_gguf(&w, path);
         if (*want == 's') refused(path, want);
         else CHECK(!strcmp(ids_of(open_tokenizer(path), text, strlen(text), NULL, ~0), want),
@@ -3098,7 +3125,7 @@ static void test_cli_wishes(void) {
         {MADE, "", "--temp 3 --top-k 9 --top-p 0.9 --min-p 0.02 --repeat-penalty 1.5 "
          "--repeat-last-n 7"}};
     const char *command = "llm $D/%s --tokens 1,2,3 -n 30 --seed 5 %s", *got = NULL;
-    Writer plain = {0}, odd = {0}, ranks = {0};
+    Writer plain = {0}, ranks = {0}, odd = {.spoil = {NULL, NEW_TENSOR, "mtp.fc.weight", 8}};
     write_ids(&plain, "plain.gguf", "");
     for (size_t i = 0; i < COUNT(wishes); i++) {
         Writer made = {0};
@@ -3118,7 +3145,9 @@ static void test_cli_wishes(void) {
     check_llm("llm $D/odd.gguf --tokens 1 -n 1", 0, "",
               "^note: key general.sampling.penalty_repeat is not used\n"
               "note: key general.sampling.xtc_threshold is not used\n"
-              "note: key llama.rope.scaling.odd is not used\nprefill");
+              "note: key llama.rope.scaling.odd is not used\n"
+              "note: the file's nextn \\(MTP\\) blocks, which [^\n]* are not used\nprefill");
+    check_llm("llm $G/nemotron_h_moe.gguf --info", 0, "nextn \\(MTP\\) blocks are not used\n", "");
     write_ids(&ranks, "ranks.gguf", "attention.odd=1 pooling_type=4 expert_shared_count=0");
     check_llm("llm $D/ranks.gguf --tokens 1 -n 1", 0, "^[0-9]+\n$",
               "^note: key llama.attention.odd is not used\nprefill");
