@@ -2010,7 +2010,7 @@ static const Key KEYS[] = {
     {"residual_scale", REAL, CONFIG(residual_scale), ANY,
      "granite granitehybrid granitemoe granite_swa minicpm"},
     {"logit_scale", REAL, CONFIG(logit_scale), ANY,
-     "granite* granitehybrid granitemoe* granite_swa* minicpm command-r* cohere2* cohere2moe* "
+     "granite* granitehybrid granitemoe* granite_swa* minicpm command-r cohere2* cohere2moe* "
      "muse-glimmer*"},
     {"final_logit_softcapping", REAL, CONFIG(logit_cap), ANY, "gemma2 gemma3 gemma4 muse-glimmer"},
     {"attention.head_count", INT, CONFIG(n_head), 0, 1 << 14, ALL},
@@ -2752,6 +2752,7 @@ static void derive_config(Loader *ld) {
     if (ld->arch->flags & WINDOW_SET && c->window) c->window = 4096;
     if (!c->causal && c->window) c->window = c->window / 2 + 1;   // half on each side, and itself
     Str act = meta_str(arch_meta(ld, "hidden_activation"));   // instead of GELU (ModernBERT)
+    if (c->logit_scale == 0) c->logit_scale = 1;
     if (act.n && c->act == ACT_GELU && find_str(act, "silu swish swiglu")) c->act = ACT_SILU;
     else if (act.n && c->act == ACT_GELU && !find_str(act, "gelu geglu gelu_pytorch_tanh"))
         refuse(ld, "hidden_activation '%.*s' is not supported", STR_ARG(act));
