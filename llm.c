@@ -159,7 +159,7 @@ typedef struct {
     bool softplus_gates;       // gates pass softplus, not a sigmoid (Laguna)
     float value_scale;         // factor of attention's result (MiMo 2)
     // positions, see Part III
-    bool local_unscaled;       // windowed layers ignore the scaling that follows
+    bool local_unscaled, local_plain;   // windowed layers ignore all but rope_mag; rope_mag, too
     int n_ctx_orig;            // n_ctx before the scaling
     float rope_factor, rope_mag;   // frequencies are divided by it; factor of cosines and sines
     bool yarn;                 // YaRN slows low frequencies only:
@@ -1794,7 +1794,7 @@ enum {   // of 64 bits
     WINDOW_4096 = 1ull << 1,      // sliding window where the file does not say
     CAPPED = 1ull << 2,           // soft caps of 50 and 30 where the file does not say
     LOCAL_10000 = 1ull << 3,      // RoPE base of windowed layers where the file does not say
-    LOCAL_UNSCALED = 1ull << 4,   // windowed layers ignore RoPE scaling
+    LOCAL_UNSCALED = 1ull << 4,   // windowed layers ignore RoPE scaling, but not attn_factor
     LOCAL_ROPE = 1ull << 5,       // only windowed layers have RoPE
     ROPE_TUNED = 1ull << 6,       // no RoPE where rope.scaling.finetuned is false
     QK_NORM_LATE = 1ull << 7,     // QK norm after RoPE
@@ -1829,6 +1829,7 @@ enum {   // of 64 bits
     LIMIT_FIRST = 1ull << 36,     // a limit of the gate is one of the activation's input
     SHARED_AVERAGED = 1ull << 37, // of experts and a shared one the mean is taken, not the sum
     FFN_OR_NOTHING = 1ull << 38,  // a layer without an FFN is empty
+    LOCAL_PLAIN = 1ull << 39,     // windowed layers ignore attn_factor
     GEMMA2 = EMBD_SQRT | WINDOW_4096 | CAPPED,
     GEMMA3 = EMBD_SQRT | LOCAL_10000 | LOCAL_UNSCALED,
     GEMMA4 = GEMMA3 | QKV_NORMED | LOGITS_CAPPED | GATES_NORMED,
@@ -1857,11 +1858,11 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"cogvlm deepseek2-ocr", .flags = ROPE_10000},
     {"eurobert", .flags = BOTH_WAYS},
     {"qwen", .flags = FF_BOTH},
-    {"plamo3", .flags = LOCAL_10000, .local = 8},
+    {"plamo3", .flags = LOCAL_10000 | LOCAL_UNSCALED, .local = 8},
     {"muse-glimmer*", .rope = ROPE_PAIRS, .local = 4,
-     .flags = GATE | EMBD_NORMED | LOCAL_ROPE | LOGITS_CAPPED},
+     .flags = GATE | EMBD_NORMED | LOCAL_ROPE | LOCAL_UNSCALED | LOGITS_CAPPED},
     {"laguna*", .local = 4,
-     .flags = GATE | GATE_SOFTPLUS | FULL_FIRST | LOCAL_UNSCALED | GATES_SIGMOID},
+     .flags = GATE | GATE_SOFTPLUS | FULL_FIRST | LOCAL_UNSCALED | LOCAL_PLAIN | GATES_SIGMOID},
     {"afmoe", .flags = GATE | EMBD_SQRT | GATES_SIGMOID, .local = 4, .no_rope = 4},
     {"spark2_5", .act = ACT_GELU, .flags = GATE, .local = 4},
     {"step35*", .local = 4,
@@ -1899,14 +1900,15 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"smallthinker", .act = ACT_RELU, .flags = SMALLTHINKER, .local = 4, .n_layer = 4},
     {"smallthinker*", .act = ACT_RELU, .flags = SMALLTHINKER | LOCAL_ROPE, .local = 4},
     {"maple*", .flags = GATES_NORMED | LOCAL_ROPE | LIMIT_FIRST, .local = 4},
-    {"mellum", .flags = GATES_NORMED | LOCAL_UNSCALED, .local = 4},
-    {"mimo2", .flags = GATES_NORMED | GATES_SIGMOID | LOCAL_SINKS, .local = 6},
+    {"mellum", .flags = GATES_NORMED | LOCAL_UNSCALED | LOCAL_PLAIN, .local = 4},
+    {"mimo2", .local = 6,
+     .flags = GATES_NORMED | GATES_SIGMOID | LOCAL_SINKS | LOCAL_10000 | LOCAL_UNSCALED},
     {"minimax-m2", .flags = GATES_NORMED | GATES_SIGMOID},
     {"phimoe* qwen3moe* qwen3next* lfm2moe*", .flags = GATES_NORMED},
     {"qwen3vlmoe", .flags = GATES_NORMED | SECTIONS_MIXED},
     {"qwen35* qwen35moe", .flags = DELTA_TILED | GATES_NORMED | SECTIONS_MIXED},
     {"hunyuan-dense hunyuan-moe hunyuan_vl", .flags = QK_NORM_LATE | GATES_NORMED},
-    {"olmo2", .flags = LOCAL_UNSCALED, .local = 4},
+    {"olmo2", .flags = LOCAL_UNSCALED | LOCAL_PLAIN, .local = 4},
     {"gpt-oss*", .act = ACT_SWIGLU_OAI, .flags = GATES_NORMED, .local = 2},
     {"gemma*", .act = ACT_GELU, .flags = EMBD_SQRT},
     {"gemma2*", .act = ACT_GELU, .flags = GEMMA2 | SCALE_BY_DIM, .local = 2, .n_layer = 46},
@@ -2052,14 +2054,13 @@ static const Key KEYS[] = {
     {"rope.dimension_count", INT, CONFIG(n_rot), -1, 4096, ALL},   // -1: all of a head
     {"rope.partial_rotary_factor", REAL, HINT(rope_part), 0, 1, "glm4"},   // so says Ollama
     {"rope.dimension_count_swa", INT, CONFIG(n_rot_local), 0, 4096,
-     "gemma4 afmoe laguna muse-glimmer spark2_5 step35"},
+     "gemma4 afmoe laguna maple muse-glimmer spark2_5 step35"},
     {"rope.swa.dimension_count", INT, CONFIG(n_rot_local), 0, 4096, "laguna"},   // Ollama's names
     {"rope.swa.freq_base", REAL, CONFIG(rope_base_local), ANY, "laguna"},
     {"rope.freq_base", REAL, CONFIG(rope_base), ANY, ALL},
     {"rope.freq_base_swa", REAL, CONFIG(rope_base_local), ANY,
-     "afmoe cohere2 cohere2moe exaone4 exaone-moe gemma2 gemma3 gemma4 gemma-embedding gpt-oss "
-     "laguna llama4 maple mellum mimo2 modern-bert muse-glimmer olmo2 plamo3 smallthinker "
-     "spark2_5 step35"},
+     "afmoe gemma2 gemma3 gemma4 gemma-embedding gpt-oss laguna llama4 maple mimo2 modern-bert "
+     "muse-glimmer plamo3 smallthinker spark2_5 step35"},
     {"rope.global.freq_base", REAL, CONFIG(rope_base), ANY, "gemma3 gemma4"},   // Ollama's names
     {"rope.local.freq_base", REAL, CONFIG(rope_base_local), ANY, "gemma3 gemma4"},
     {"rope.scale_linear", REAL, CONFIG(rope_factor), ANY, ALL},
@@ -2691,6 +2692,7 @@ static void imply_config(Config *c, const Arch *a) {
     c->rope_base_local = flags & LOCAL_10000 ? 10000 : c->rope_base;
     c->gates_normed = flags & GATES_NORMED;
     c->gating = flags & GATES_SIGMOID ? GATING_SIGMOID : GATING_SOFTMAX;
+    c->local_plain = flags & LOCAL_PLAIN;
     c->inputs_weighed = flags & INPUTS_WEIGHED;
     c->routed_first = flags & ROUTED_FIRST;
     c->limit_first = flags & LIMIT_FIRST;
@@ -2732,7 +2734,6 @@ static void derive_rope(Loader *ld) {
     if (!h->vd_local) h->vd_local = c->vd;
     if (!c->n_rot_local) c->n_rot_local = h->hd_local < c->hd ? h->hd_local : c->n_rot;
     if (flags & HALF_ROTATED) c->n_rot /= 2;
-    if (flags & HALF_ROTATED && c->rope_factor != 1) refuse(ld, "RoPE scaling in a %s", c->name);
     if (flags & ROPE_10000) c->rope_base = c->rope_base_local = 10000;
     if (h->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slows low frequencies most
         c->rope_base *= powf(h->rope_alpha, c->hd / (c->hd - 2.0f));
@@ -2751,8 +2752,8 @@ static void derive_config(Loader *ld) {
     if (c->span) c->window = c->span;   // whatever the file says
     if (ld->arch->flags & WINDOW_SET && c->window) c->window = 4096;
     if (!c->causal && c->window) c->window = c->window / 2 + 1;   // half on each side, and itself
-    Str act = meta_str(arch_meta(ld, "hidden_activation"));   // instead of GELU (ModernBERT)
     if (c->logit_scale == 0) c->logit_scale = 1;
+    Str act = meta_str(arch_meta(ld, "hidden_activation"));   // instead of GELU (ModernBERT)
     if (act.n && c->act == ACT_GELU && find_str(act, "silu swish swiglu")) c->act = ACT_SILU;
     else if (act.n && c->act == ACT_GELU && !find_str(act, "gelu geglu gelu_pytorch_tanh"))
         refuse(ld, "hidden_activation '%.*s' is not supported", STR_ARG(act));
@@ -2961,7 +2962,8 @@ static float rope_scaling(const Model *m, int kind, int window, double *freq) {
         freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
     }
     double longer = yarn && scale < 1 ? 0.1 * log(1 / scale) : 0;
-    return (unscaled ? 1 : c->rope_mag) * (1 + longer) / (1 + c->yarn_log * longer);
+    float mag = kind == WINDOWED && c->local_plain ? 1 : c->rope_mag;
+    return mag * (1 + longer) / (1 + c->yarn_log * longer);
 }
 
 // ALiBi (arXiv 2108.12409) takes slope * distance off a score. The slopes of n = 2^k heads are
@@ -8927,7 +8929,7 @@ static void print_statistics(const Cli *cli) {
 
 // Does a key say something that the engine must know? Keys of RoPE, attention, experts and sampling
 // do. Those in `shapes` are no loss: the shapes of tensors give the same numbers. arch: "llama."
-static bool key_matters(const Meta *v, const char *arch) {
+static bool key_matters(const Meta *v, const char *arch, float base) {   // base: RoPE's
     static const char shapes[] = "expert_feed_forward_length expert_shared_feed_forward_length "
         "expert_shared_count expert_latent_length attention.q_lora_rank attention.recurrent_layers "
         "attention.indexer.head_count attention.indexer.key_length attention.indexer.types";
@@ -8936,7 +8938,9 @@ static bool key_matters(const Meta *v, const char *arch) {
     if (!str_cut(&rest, arch) || find_str(rest, shapes)) return false;
     if (!str_cut(&rest, "rope.") && !str_cut(&rest, "attention.") && !str_cut(&rest, "expert"))
         return false;
-    if (!gguf_size[v->type] || !str_cut(&rest, "scaling.yarn_")) return true;
+    if (!gguf_size[v->type] || str_eq(rest, "scaling.yarn_log_multiplier")) return true;
+    if (str_cut(&rest, "freq_base")) return meta_float(v, 0) != base;
+    if (!str_cut(&rest, "scaling.yarn_")) return true;
     double usual = str_eq(rest, "beta_fast") ? 32 : 1;   // what YaRN has anyway
     return meta_float(v, 0) != usual;
 }
@@ -8953,7 +8957,7 @@ static void print_unread(const Model *m) {
         if (list && v->n > n_layer)
             fprintf(stderr, "note: key %.*s has %llu values for %d layers\n", STR_ARG(v->key),
                     (unsigned long long)v->n, (int)n_layer);
-        if (!v->used && key_matters(v, arch))
+        if (!v->used && key_matters(v, arch, m->config.rope_base))
             fprintf(stderr, "note: key %.*s is not used\n", STR_ARG(v->key));
     }
 }

@@ -1342,7 +1342,6 @@ static const Odd WHOLE[] = {
      {"rope_factors_long.weight is missing", NEW_TENSOR, "rope_factors_short.weight", 8}},
     {{"qwen3next", 2, "dDJak", DELTA_KEYS}, {"bias", NEW_TENSOR, "blk.0.ssm_in.bias", 96}},
     {{"kimi-linear", 3, "Ayxsr", EXPERT_KEYS KDA_KEYS}, {"blk.1.attn_k_b.weight is missing"}},
-    {{"step35", 2, "kG", STEP_KEYS "rope.scaling.factor=4."}, {"RoPE scaling in a step35"}},
     {{"llama4", 2, "", "attention.sliding_window=0"}, {"spans need a causal window"}},
     {{"apertus", 2, "kg", ""}, {"key apertus.xielu.alpha_n is missing"}},
     {{"apertus", 2, "k", XIELU_KEYS}, {"layer 0: xIELU with gates"}},
@@ -1634,7 +1633,7 @@ static double golden_error(const Model *m, const float *rows, int n, const float
 static void each_golden_model(void (*fn)(const char *name)) {
     glob_t found;
     REQUIRE(!glob("golden/archs/*.tokens", 0, NULL, &found), "no golden models");
-    CHECK(found.gl_pathc == 55, "%zu golden models", (size_t)found.gl_pathc);
+    CHECK(found.gl_pathc == 58, "%zu golden models", (size_t)found.gl_pathc);
     for (size_t i = 0; i < found.gl_pathc; i++) {
         const char *file = strrchr(found.gl_pathv[i], '/') + 1;
         fn(text_of("%.*s", (int)(strrchr(file, '.') - file), file));
@@ -1906,17 +1905,19 @@ static double check_shape(const Shape *shape) {
 // The NUMBERS that names of ARCHS imply, for a width of 64, a head of 16 and four layers, or as
 // many as stand here. 0, or another name: as in the last row.
 static const char *const NUMBERS[] = {"embd_scale", "attn_scale", "rope_base_local", "attn_cap",
-    "logit_cap", "window", "alibi", "residual_scale", "logit_scale"};
-static const struct { const char *name; int n_layer; float x[9]; } IMPLIED[] = {
+    "logit_cap", "window", "alibi", "residual_scale", "logit_scale", "local_unscaled and _plain"};
+static const struct { const char *name; int n_layer; float x[10]; } IMPLIED[] = {
     {"gemma", 0, {8}}, {"gemma2", 46, {8, 0.125f, 0, 50, 30, 4096}},
-    {"gemma2", 0, {8, 0, 0, 50, 30, 4096}}, {"gemma3", 62, {8, 0.125f, 10000}},
-    {"gemma3", 0, {8, 0, 10000}}, {"gemma-embedding", 0, {8, 0, 10000}},
-    {"gemma4", 0, {8, 1, 10000, 0, 30}}, {"modern-bert", 0, {0, 0, 10000}},
+    {"gemma2", 0, {8, 0, 0, 50, 30, 4096}}, {"gemma3", 62, {8, 0.125f, 10000, [9] = 1}},
+    {"gemma3", 0, {8, 0, 10000, [9] = 1}}, {"gemma-embedding", 0, {8, 0, 10000, [9] = 1}},
+    {"gemma4", 0, {8, 1, 10000, 0, 30, [9] = 1}}, {"modern-bert", 0, {0, 0, 10000, [9] = 1}},
     {"exaone4", 64, {[5] = 4096}}, {"baichuan", 40, {[6] = 8}}, {"bloom", 0, {[6] = 8}},
-    {"jina-bert-v2", 0, {[6] = 8}}, {"refact", 0, {[6] = 8}}, {"plamo3", 0, {0, 0, 10000}},
-    {"llama4", 0, {[5] = 8192}}, {"step35", 0, {0, 0, 10000}}, {"afmoe", 0, {8}},
-    {"muse-glimmer", 0, {[4] = 30}}, {"jais", 0, {0, 0.0625f}}, {"minicpm", 0, {12, [7] = 0.7f, 4}},
-    {"minicpm3", 0, {12, [7] = 0.7f, 4}}, {"", 0, {1, 0.25f, 500, 0, 0, 0, 0, 1, 1}}};
+    {"jina-bert-v2", 0, {[6] = 8}}, {"refact", 0, {[6] = 8}}, {"laguna", 0, {[9] = 2}},
+    {"llama4", 0, {[5] = 8192}}, {"step35", 0, {0, 0, 10000, [9] = 1}}, {"afmoe", 0, {8}},
+    {"muse-glimmer", 0, {[4] = 30, [9] = 1}}, {"jais", 0, {0, 0.0625f}}, {"mellum", 0, {[9] = 2}},
+    {"minicpm", 0, {12, [7] = 0.7f, 4}}, {"minicpm3", 0, {12, [7] = 0.7f, 4}},
+    {"mimo2", 0, {0, 0, 10000, [9] = 1}}, {"plamo3", 0, {0, 0, 10000, [9] = 1}},
+    {"olmo2", 0, {[9] = 2}}, {"", 0, {1, 0.25f, 500, 0, 0, 0, 0, 1, 1}}};
 
 static void check_aliases(void) {   // the same weights under Ollama's name give the same logits
     enum { N = 20 };
@@ -1943,7 +1944,8 @@ static void check_names(void) {   // has every name of ARCHS a shape, and its nu
         c.n_layer = n ? n : 4;
         imply_config(&c, &ARCHS[k]);
         float x[] = {c.embd_scale, c.attn_scale, c.rope_base_local, c.attn_cap, c.logit_cap,
-                     c.window, c.alibi, c.residual_scale, c.logit_scale};
+                     c.window, c.alibi, c.residual_scale, c.logit_scale,
+                     c.local_unscaled + c.local_plain};
         EACH_WORD(name, ARCHS[k].names, " *") {
             bool found = false;
             int rows = 0;   // for any number of layers, which --help shows
@@ -1955,7 +1957,7 @@ static void check_names(void) {   // has every name of ARCHS a shape, and its nu
             CHECK(rows == 1, "ARCHS has %d rows for %s of any layers, not 1", rows, name);
             int i = 0;
             while (i < plain && (n != IMPLIED[i].n_layer || strcmp(name, IMPLIED[i].name))) i++;
-            for (int j = 0; j < 9; j++) {
+            for (int j = 0; j < 10; j++) {
                 float want = IMPLIED[IMPLIED[i].x[j] ? i : plain].x[j];
                 CHECK(x[j] == want, "%s, of %d layers (0: of any): %s is %g, not %g; if that is "
                       "right, IMPLIED here must have it", name, n, NUMBERS[j], x[j], want);
@@ -1988,9 +1990,10 @@ static const struct { const char *name, *asked, *without; } LISTS[] = {
     {"expert_weights_norm", "x", GATES_AS_ROW "deepseek kimi-linear lfm2moe minimax-m2 "
      "smallthinker"},
     {"expert_weights_scale", "x", GATES_AS_ROW "lfm2moe minimax-m2 smallthinker"},
-    {"rope.freq_base_swa", "~", "granite_swa lfm2"},
+    {"rope.freq_base_swa", "~", "cohere2 cohere2moe exaone-moe exaone4 granite_swa lfm2 mellum "
+     "olmo2"},
     {"rope.dimension_count_swa", "~", "cohere2 cohere2moe exaone-moe exaone4 gemma-embedding "
-     "gemma2 gemma3 gpt-oss granite_swa lfm2 llama4 maple mellum mimo2 modern-bert olmo2 plamo3 "
+     "gemma2 gemma3 gpt-oss granite_swa lfm2 llama4 mellum mimo2 modern-bert olmo2 plamo3 "
      "smallthinker"},
     {"shortconv.l_cache", "C", NULL}, {"kda.head_dim", "AU", NULL},
     {"attn_norm.weight", "t9", "afmoe muse-glimmer plamo3"},   // others are refused without it
@@ -3149,6 +3152,8 @@ static void test_cli_wishes(void) {
               "^note: key llama.attention.odd is not used\nprefill");
     check_refusal(1, "$D/ranks.gguf --tokens 1 --embed", "pooling_type 4");
     random_model(&(Shape){"nomic-bert", 1, "nfEN", "context_length=3"});
+    check_llm("llm $G/cohere2moe-base-*1-*2.gguf --tokens 1 -n 1", 0, "",
+              "^note: key cohere2moe.rope.freq_base_swa is not used\nprefill");
     check_llm("llm $D/random.gguf --tokens 1,2,3,4 --embed", 0, "", "^note: .* 4 .*context of 3\n");
 }
 
