@@ -1808,7 +1808,7 @@ enum {   // of 64 bits
     GATES_SIGMOID = 1ull << 15,   // the router's logits pass a sigmoid where the file does not say
     QKV_NORMED = 1ull << 16,      // values are normed, too, without weights; scores are not scaled
     LOGITS_CAPPED = 1ull << 17,   // a soft cap of 30 for logits where the file does not say
-    YARN_SCORES = 1ull << 18,     // YaRN sharpens the scores, not the cosines
+    YARN_SCORES = 1ull << 18,     // RoPE scaling sharpens the scores, too
     BOTH_WAYS = 1ull << 19,       // a token sees those behind it, too; half a window on each side
     SECTIONS_MIXED = 1ull << 20,  // RoPE's sections take turns
     FULL_FIRST = 1ull << 21,      // of `local` layers the first sees all, not the last
@@ -1817,19 +1817,20 @@ enum {   // of 64 bits
     GATE = 1ull << 24,            // attention has gates in a tensor of its own
     GATE_SOFTPLUS = 1ull << 25,   // they pass softplus, not a sigmoid
     EMBD_NORMED = 1ull << 26,     // embeddings are normed; the eps of post-norms is 1e-8
-    ROPE_10000 = 1ull << 27,      // RoPE's base, whatever the file says
+    ROPE_PLAIN = 1ull << 27,      // all of a head turns, base 10000, unscaled, whatever a file says
     SCALE_BY_HEAD = 1ull << 28,   // attention scale is 1/hd, not 1/sqrt(hd)
     FF_BOTH = 1ull << 29,         // feed_forward_length counts gate and up
     HALF_ROTATED = 1ull << 30,    // layers that see all rotate half of rope.dimension_count
     INPUTS_WEIGHED = 1ull << 31,  // an expert's weight is a factor of its input
     SHARPENED = 1ull << 32,       // sharpen_scale is 0.1, for spans
-    QK_NORM_BARE = 1ull << 33,    // QK norm without weights in layers with spans
+    QK_NORM_BARE = 1ull << 33,    // QK norm without weights in layers with RoPE
     WINDOW_SET = 1ull << 34,      // a window is 4096, whatever the file says
     ROUTED_FIRST = 1ull << 35,    // the router reads the stream before attention, not normed
     LIMIT_FIRST = 1ull << 36,     // a limit of the gate is one of the activation's input
     SHARED_AVERAGED = 1ull << 37, // of experts and a shared one the mean is taken, not the sum
     FFN_OR_NOTHING = 1ull << 38,  // a layer without an FFN is empty
     LOCAL_PLAIN = 1ull << 39,     // windowed layers ignore attn_factor
+    YARN_LOG = 1ull << 40,        // YARN_SCORES, and YaRN with a yarn_log leaves the cosines alone
     GEMMA2 = EMBD_SQRT | WINDOW_4096 | CAPPED,
     GEMMA3 = EMBD_SQRT | LOCAL_10000 | LOCAL_UNSCALED,
     GEMMA4 = GEMMA3 | QKV_NORMED | LOGITS_CAPPED | GATES_NORMED,
@@ -1855,7 +1856,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
      .flags = GATES_SIGMOID | QK_NORM_LATE | INPUTS_WEIGHED | SHARPENED | QK_NORM_BARE},
     {"maincoder", .rope = ROPE_PAIRS, .flags = QK_NORM_LATE},
     {"refact", .rope = ROPE_NONE, .flags = ALIBI_8},
-    {"cogvlm deepseek2-ocr", .flags = ROPE_10000},
+    {"cogvlm", .flags = ROPE_PLAIN},
+    {"deepseek2-ocr", .flags = ROPE_PLAIN | YARN_SCORES},
     {"eurobert", .flags = BOTH_WAYS},
     {"qwen", .flags = FF_BOTH},
     {"plamo3", .flags = LOCAL_10000 | LOCAL_UNSCALED, .local = 8},
@@ -1917,8 +1919,9 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"gemma3*", .act = ACT_GELU, .flags = GEMMA3, .local = 6},
     {"gemma-embedding", .act = ACT_GELU, .flags = GEMMA3 | BOTH_WAYS, .local = 6},
     {"gemma4*", .act = ACT_GELU, .flags = GEMMA4, .local = 6},
-    {"deepseek2*", .rope = ROPE_PAIRS, .flags = YARN_SCORES | GATES_SIGMOID, .n_layer = 47},
-    {"deepseek2* mistral4 deepseek32", .rope = ROPE_PAIRS, .flags = YARN_SCORES},
+    {"deepseek2*", .rope = ROPE_PAIRS, .flags = YARN_LOG | GATES_SIGMOID, .n_layer = 47},
+    {"deepseek2*", .rope = ROPE_PAIRS, .flags = YARN_LOG},
+    {"mistral4 deepseek32", .rope = ROPE_PAIRS, .flags = YARN_SCORES},
     {"glm-dsa", .rope = ROPE_PAIRS, .flags = YARN_SCORES | GATES_SIGMOID},
     {"orion stablelm", NORM_LAYER, ACT_SILU, .flags = MAY_BE_PARALLEL},
     {"codeshell falcon gptneox phi2 starcoder2", NORM_LAYER, ACT_GELU, .flags = MAY_BE_PARALLEL},
@@ -2072,7 +2075,7 @@ static const Key KEYS[] = {
     {"rope.scaling.yarn_beta_fast", REAL, CONFIG(yarn_fast), ANY, "mistral3"},
     {"rope.scaling.yarn_beta_slow", REAL, CONFIG(yarn_slow), ANY, "mistral3"},
     {"rope.scaling.yarn_log_multiplier", REAL, CONFIG(yarn_log), ANY,
-     "mistral3 deepseek2 mistral4 glm-dsa deepseek32"},
+     "mistral3 deepseek2 mistral4 deepseek32"},
     {"rope.scaling.beta_fast", REAL, CONFIG(yarn_fast), ANY, "mistral3"},   // Ollama's names
     {"rope.scaling.beta_slow", REAL, CONFIG(yarn_slow), ANY, "mistral3"},
     {"rope.scaling.mscale_all_dim", REAL, CONFIG(yarn_log), ANY, "mistral3 deepseek2 mistral4"},
@@ -2219,6 +2222,8 @@ static void load_keys(Loader *ld, Layer *layer) {
         const char *behind = find_str(arch, k->archs);   // the name in archs
         bool required = behind && *behind == '*';
         if (k->by_layer != (layer != NULL)) continue;
+        bool scores = ld->arch->flags & YARN_SCORES && strstr(k->key, "rope.scal");
+        if (ld->arch->flags & ROPE_PLAIN && strstr(k->key, "rope.") && !scores) continue;
         if (!behind && !find_str(all, k->archs)) continue;
         void *field = place[k->place] + k->at;
         double x = 0;
@@ -2354,7 +2359,7 @@ static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
 static void load_gate(Loader *ld, Layer *w, int n_head, int vd);
 static void load_experts(Loader *ld, Layer *w);
 static void load_latent(Loader *ld, Layer *w);
-static void derive_latent(Config *c, bool yarn_scores);
+static void derive_latent(Config *c, uint64_t flags);
 static void load_inputs(Loader *ld, Layer *w);
 static bool load_recurrent(Loader *ld, Layer *w);
 static bool load_shared(Loader *ld, Layer *w);
@@ -2378,7 +2383,7 @@ static void load_qk_norms(Loader *ld, Layer *w) {
     *q = load_norm(ld, "attn_q_norm", w->n_head, w->hd);
     *k = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
     bool maverick = ld->m->config.n_expert == 128;   // the larger Llama 4 has none
-    if (ld->arch->flags & QK_NORM_BARE && w->window && !maverick && !q->w)
+    if (ld->arch->flags & QK_NORM_BARE && w->rotated && !maverick && !q->w)
         *q = *k = (Norm){.w = scaled(ld, NULL, w->hd, 1), .n = w->hd, .group = w->hd};
     if (w->k.data && !q->w != !k->w)
         require(ld, NULL, q->w ? "attn_k_norm" : "attn_q_norm", ".weight");
@@ -2687,12 +2692,12 @@ static void imply_config(Config *c, const Arch *a) {
     c->qk_norm_late = flags & QK_NORM_LATE;
     c->values_normed = flags & QKV_NORMED;
     c->local_unscaled = flags & LOCAL_UNSCALED;
+    c->local_plain = flags & LOCAL_PLAIN;
     c->sections_mixed = flags & SECTIONS_MIXED;
     c->key_tiled = flags & DELTA_TILED;
     c->rope_base_local = flags & LOCAL_10000 ? 10000 : c->rope_base;
     c->gates_normed = flags & GATES_NORMED;
     c->gating = flags & GATES_SIGMOID ? GATING_SIGMOID : GATING_SOFTMAX;
-    c->local_plain = flags & LOCAL_PLAIN;
     c->inputs_weighed = flags & INPUTS_WEIGHED;
     c->routed_first = flags & ROUTED_FIRST;
     c->limit_first = flags & LIMIT_FIRST;
@@ -2728,13 +2733,13 @@ static void derive_rope(Loader *ld) {
         c->section[i] = fmin(fmax(meta_int(section, i), 0), 4096);
     if (c->section[0] && !strcmp(c->name, "glm4")) c->rope = ROPE_HALVES;   // GLM-OCR
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
-    derive_latent(c, flags & YARN_SCORES);
+    derive_latent(c, flags);
+    if (flags & ROPE_PLAIN) c->rope_factor = c->rope_mag = 1;
     if (!c->sharpen_length) c->sharpen_length = c->n_ctx_orig;
     if (!h->hd_local) h->hd_local = c->hd;
     if (!h->vd_local) h->vd_local = c->vd;
     if (!c->n_rot_local) c->n_rot_local = h->hd_local < c->hd ? h->hd_local : c->n_rot;
     if (flags & HALF_ROTATED) c->n_rot /= 2;
-    if (flags & ROPE_10000) c->rope_base = c->rope_base_local = 10000;
     if (h->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slows low frequencies most
         c->rope_base *= powf(h->rope_alpha, c->hd / (c->hd - 2.0f));
     if (c->n_rot % 2 || c->n_rot > c->hd || c->n_rot_local % 2 || c->n_rot_local > h->hd_local ||
@@ -2747,12 +2752,12 @@ static void derive_rope(Loader *ld) {
 static void derive_config(Loader *ld) {
     Config *c = &ld->m->config;
     c->eps = fmaxf(c->norm == NORM_RMS ? ld->hints.eps_rms : c->eps, 0);
+    if (c->logit_scale == 0) c->logit_scale = 1;
     if (ld->arch->flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
     if (c->span && (!c->window || !c->causal)) refuse(ld, "spans need a causal window");
     if (c->span) c->window = c->span;   // whatever the file says
     if (ld->arch->flags & WINDOW_SET && c->window) c->window = 4096;
     if (!c->causal && c->window) c->window = c->window / 2 + 1;   // half on each side, and itself
-    if (c->logit_scale == 0) c->logit_scale = 1;
     Str act = meta_str(arch_meta(ld, "hidden_activation"));   // instead of GELU (ModernBERT)
     if (act.n && c->act == ACT_GELU && find_str(act, "silu swish swiglu")) c->act = ACT_SILU;
     else if (act.n && c->act == ACT_GELU && !find_str(act, "gelu geglu gelu_pytorch_tanh"))
@@ -2983,10 +2988,10 @@ static void alibi_slopes(float *slope, int n_head, float max_bias) {
 //
 //   q *= 1 + sharpen_scale * ln(floor(pos / sharpen_length) + 1)
 //
-// Llama 4 has pos + 1 for pos, and does so only where there is no window.
+// Llama 4 has pos + 1 for pos, and does so only where there is no RoPE.
 static void sharpen(const Session *s, float *q, size_t n, int pos) {
     const Config *c = &s->m->config;
-    if (c->sharpen_scale == 0 || (c->span && s->m->layers[s->l].window)) return;
+    if (c->sharpen_scale == 0 || (c->span && s->m->layers[s->l].rotated)) return;
     if (c->span) pos++;
     float spans = floorf(pos / (float)c->sharpen_length);
     scale(q, n, c->sharpen_scale * logf(spans + 1) + 1);
@@ -3755,17 +3760,19 @@ static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
     return (Matrix){(uint8_t *)to, QUANT_F16, lora, nope, NULL, NULL, 2 * size, 0, 0};
 }
 
-// A head's widths are those of the queries and values that it stands for, and so is the scale. With
-// yarn_scores, yarn_log is of the scores instead of the cosines.
-static void derive_latent(Config *c, bool yarn_scores) {
+// A head's widths are those of the queries and values that it stands for, and so is the scale.
+// RoPE scaling sharpens the scores, too. Such files give a tenth of yarn_log.
+static void derive_latent(Config *c, uint64_t flags) {
     bool swapped = c->hd != c->lora + c->n_rot && c->latent_hd == c->lora + c->n_rot;   // by Ollama
     if (!c->latent_hd || swapped) c->latent_hd = c->hd;
     if (!c->latent_vd || swapped) c->latent_vd = c->vd;
     if (c->lora) c->attn_scale = 1 / sqrtf(c->latent_hd);
-    if (!yarn_scores) return;
-    float far = logf(c->rope_factor), cosines = c->yarn && c->yarn_log != 0 ? 0 : 0.1f * far;
-    c->attn_scale *= powf(c->rope_mag * (1 + cosines) * (1 + c->yarn_log * far), 2);
-    if (cosines == 0) c->yarn_log = 1;   // rope_scaling then returns rope_mag
+    if (!(flags & (YARN_SCORES | YARN_LOG))) return;
+    bool by_log = c->yarn && c->yarn_log != 0 && flags & YARN_LOG;
+    float far = logf(c->rope_factor), grown = by_log ? 1 : 1 + 0.1f * far;
+    if (by_log || !c->yarn) grown *= 1 + c->yarn_log * far;
+    c->attn_scale *= powf(c->rope_mag * grown, 2);
+    c->yarn_log = by_log ? 1 : 10 * c->yarn_log;   // 1: rope_scaling returns rope_mag
 }
 
 static void load_latent(Loader *ld, Layer *w) {

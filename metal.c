@@ -1237,7 +1237,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
         qn->n > w->hd ? w->hd : 0,
         kn->n > w->hd ? w->hd : 0,
         c->eps, c->attn_scale, c->attn_cap, c->clamp_qkv,
-        spans ? 0 : c->sharpen_scale, c->sharpen_length, c->span > 0};
+        c->span && w->rotated ? 0 : c->sharpen_scale, c->sharpen_length, c->span > 0};
     float *q = is_gated(w) ? s->mix : s->q;
     float *angles = s->angles[w->window ? WINDOWED : FULL];
     Dispatch d = {

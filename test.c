@@ -1569,6 +1569,11 @@ static void test_alibi_and_alpha(void) {
     Shape gemma3 = {"gemma3", 5, "tk", WINDOW_KEYS "rope.freq_base_swa=500."};
     rope_frequencies(random_model(&gemma3), WINDOWED, 0, near);
     CHECK(fabs(near[1] / pow(500, -2.0 / HEAD) - 1) < 1e-6, "a base of 500: %g", near[1]);
+    Shape ocr = {"deepseek2-ocr", 1, "", "rope.dimension_count=8 rope.scaling.factor=4."};
+    const Model *plain = random_model(&ocr);   // only the scores know of the factor
+    float factor = rope_frequencies(plain, FULL, 0, far), score = plain->config.attn_scale;
+    CHECK(*far == 1 && factor == 1 && plain->config.n_rot == HEAD, "ocr: %g, %g", *far, factor);
+    CHECK(fabs(score * 4 - pow(1 + log(4) / 10, 2)) < 1e-6, "ocr: a scale of %g", score);
 }
 
 static void test_activations(void) {
@@ -1633,7 +1638,7 @@ static double golden_error(const Model *m, const float *rows, int n, const float
 static void each_golden_model(void (*fn)(const char *name)) {
     glob_t found;
     REQUIRE(!glob("golden/archs/*.tokens", 0, NULL, &found), "no golden models");
-    CHECK(found.gl_pathc == 58, "%zu golden models", (size_t)found.gl_pathc);
+    CHECK(found.gl_pathc == 60, "%zu golden models", (size_t)found.gl_pathc);
     for (size_t i = 0; i < found.gl_pathc; i++) {
         const char *file = strrchr(found.gl_pathv[i], '/') + 1;
         fn(text_of("%.*s", (int)(strrchr(file, '.') - file), file));
@@ -3147,13 +3152,13 @@ static void test_cli_wishes(void) {
               "note: key llama.rope.scaling.odd is not used\n"
               "note: the file's nextn \\(MTP\\) blocks, which [^\n]* are not used\nprefill");
     check_llm("llm $G/nemotron_h_moe.gguf --info", 0, "nextn \\(MTP\\) blocks are not used\n", "");
+    check_llm("llm $G/cohere2moe-base-*1-*2.gguf --tokens 1 -n 1", 0, "",
+              "^note: key cohere2moe.rope.freq_base_swa is not used\nprefill");
     write_ids(&ranks, "ranks.gguf", "attention.odd=1 pooling_type=4 expert_shared_count=0");
     check_llm("llm $D/ranks.gguf --tokens 1 -n 1", 0, "^[0-9]+\n$",
               "^note: key llama.attention.odd is not used\nprefill");
     check_refusal(1, "$D/ranks.gguf --tokens 1 --embed", "pooling_type 4");
     random_model(&(Shape){"nomic-bert", 1, "nfEN", "context_length=3"});
-    check_llm("llm $G/cohere2moe-base-*1-*2.gguf --tokens 1 -n 1", 0, "",
-              "^note: key cohere2moe.rope.freq_base_swa is not used\nprefill");
     check_llm("llm $D/random.gguf --tokens 1,2,3,4 --embed", 0, "", "^note: .* 4 .*context of 3\n");
 }
 
