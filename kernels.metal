@@ -12,14 +12,13 @@
 //    2. groups            32 weights of any format, taken apart by quant.h's decoders
 //       kernels           compute what these functions of llm.c do on the CPU:
 //    3. embed             embed_row
-//       norm              norm
+//       norm              norm, also of whole projections in qkv_share
 //       gate_inputs       layer_input_row
 //       gate_heads        gate_row; the gate in delta_out_row, for KDA
 //       halve             (makes the activations of gemm halves)
 //    4. gemv              matmul for few tokens; epilogues: add_row, activate; head_products
-//       gemv_ring         the same, for GPUs that copy in the background
-//       ring_inputs       (stages the inputs of a few tokens for it)
-//       qk_norm           norm, of whole projections in qkv_share
+//       gemv_ring         the same, for GPUs that copy in the background: CUDA's alone
+//       ring_inputs       (packs the inputs of a few tokens for it)
 //       attention         attention; if FUSED, qkv_share before it
 //       attention_merge   the end of attention, for a long KV ring
 //       latent_row        latent_row
@@ -29,7 +28,6 @@
 //       flash_attention   attention
 //    7. choose_experts    choose_experts
 //       weigh_inputs      gather_row, where inputs are weighed
-//       experts_down      experts, for few tokens, after gemv
 //       sort_choices      sort_choices; also lists the tiles that gemm computes
 //       weigh_experts     the sum at the end of run_experts, and add_shared_row
 //    8. delta_conv        delta_conv
@@ -194,7 +192,7 @@ void multiply_bytes(int *c, const uint *a, const uint *b) {
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-int exponent_of(float x) { return (int)(__float_as_uint(x) >> 23) - 127; }
+#define bits_of(x) __float_as_uint(x)
 #define workers_barrier(threads) asm volatile("bar.sync 1, %0;" :: "r"(threads) : "memory")
 #define HAS_RING
 #endif
@@ -277,14 +275,15 @@ enum { FEW = 8 };
     X(EPILOGUE)      /* what becomes of a product */ \
     X(ACTIVATION)    /* the epilogue's */ \
     X(SOFTCAPPED)    /* scores or logits x become softcap * tanh(x / softcap) */ \
-    X(LIMITED)       /* the GLU: its two factors have a limit; 2: the activation's input has it */ \
+    X(LIMITED)       /* a product that is stored has a limit, or the GLU's two factors; 2: the \
+                        activation's input has it */ \
     X(HEAD_DIM)      /* size of a head of Q and K, a multiple of 4; of a key of delta_rule */ \
     X(VALUE_DIM)     /* size of a head of V, a multiple of 4 */ \
     X(VALUE_STEP)    /* attention: from a row of V to the next; HEAD_DIM if V is part of K */ \
     X(QUERY_HEADS)   /* attention: query heads that a threadgroup computes */ \
     X(ROW_LANES)     /* attention: lanes that share a row, as attention_lanes says */ \
     X(PAIRING)       /* which numbers of a head RoPE rotates as a pair */ \
-    X(QK_NORMED)     /* bits 0, 1: each head of Q, of K is normed; bits 2, 3: Q, K as a whole */ \
+    X(QK_NORMED)     /* bits 0, 1: each head of Q, of K is normed */ \
     X(QK_LATE)       /* they are normed after RoPE, not before */ \
     X(GATED)         /* a gate of its output follows each head's query; also see delta_conv */ \
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
@@ -294,11 +293,11 @@ enum { FEW = 8 };
     X(CAUSAL)        /* a query does not see later positions */ \
     X(SPANS)         /* it sees none before its own span */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
-    X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups; \
-                        gemv_ring: ring_inputs has staged it */ \
-    X(RING)          /* gemv_ring: threadgroups that fit side by side, 1 or 2 */ \
-    X(SETS)          /* gemv, gemv_ring: of four tokens each, 1 or 2; 0: one token */ \
-    X(TEAMS)         /* gemv_ring: of workers, each with a tile of its own */ \
+    X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups */ \
+    X(PACKED)        /* gemv_ring: ring_inputs has staged its inputs */ \
+    X(PER_CORE)      /* gemv_ring: threadgroups that a core has room for, 1 or 2 */ \
+    X(TOKENS)        /* gemv, gemv_ring: that meet a weight: 1, 2, 4 or 8, some of them in vain */ \
+    X(TEAMS)         /* gemv_ring: of workers, each with 16 rows of a slot */ \
     X(TILE_TOKENS) X(TILE_ROWS)   /* gemm: tokens and rows of a tile */ \
     X(BUFFERS)       /* gemm, flash_attention: buffers of tiles, 1 or 2 */ \
     X(ASKS)          /* delta_rule: the delta rule, which asks the state; else a state space */ \
@@ -318,13 +317,10 @@ enum {
     GEMV_FILL = 2048,                                 // so many SIMD-groups fill a GPU
     STAGED_SIMDGROUPS = 8, STAGED_COLS = 3072,        // where gemv stages inputs; the longest ones
     RING_WORKERS = 8, RING_COPIERS = 2,               // SIMD-groups
-    RING_TILE = 16, RING_SLOTS = 32,                  // rows of a slot; most slots
+    RING_TILE = 16, RING_SLOTS = 32,                  // a team's rows of a slot; most slots
     RING_PIECE = 1024,                                // bytes of a row in a slot, about
-    RING_SUMS = 128, FEW_SUMS = 256,                  // of a SIMD-group between two barriers
-    RING_GROUP = 28, SET_TOKENS = 4,                  // floats of a staged group; tokens of a set
-    CODES_STEP = 132, SCALES_STEP = 40,               // words of 4 groups' codes, of their scales
-    EXCHANGE = 4 * CODES_STEP + 8 * SCALES_STEP,      // both, of a SIMD-group
-    RING_INPUTS = 8,                                  // most chunks of input
+    RING_SUMS = 128,                                  // of a worker, until all meet; for a team
+    RING_GROUP = 12,                                  // floats of a token's staged group
     DOT_STEPS = 4,                                    // loads of floats that overlap
     X_STRIDE = 36, X_FLOATS = 32 * X_STRIDE,          // 32 groups of x, 4 floats between them
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at once
@@ -359,7 +355,8 @@ struct kernel_matrix {
     int32_t rows;
     float scale;
     uint32_t step;
-    int32_t bias_step, out_step, piece;    // piece: of gemv_ring, in bytes
+    int32_t bias_step, out_step;
+    int32_t piece_bytes;                   // of a row in a slot of gemv_ring
 };
 struct embed_args { struct kernel_matrix w[3]; int32_t cols; };
 struct norm_args {
@@ -373,28 +370,29 @@ struct product_args {
     struct kernel_matrix w[4];
     int32_t cols, x_step, tokens;          // x_step: from an input of gemv to the next
     int32_t each;                          // choices, or heads, of a token
-    int32_t units;                         // of all matrices; in gemm: the most tiles of tokens
-    int32_t piece, pieces, stride, slots;  // of gemv_ring, whose units are its threadgroups; its
-    int32_t inputs;                        // chunks of input in memory
+    int32_t units;                         // gemv: of all matrices
+    int32_t tiles;                         // gemm: the most tiles of tokens
+    int32_t groups;                        // gemv_ring: threadgroups; ring_inputs: those of a token
+    int32_t piece_cols, pieces;            // gemv_ring: columns of a piece; pieces of a row
+    int32_t stride, slots, inputs;         // bytes from a slot's row to the next; how many it has
     int32_t few;                           // tokens that meet the weights at once, at most FEW
-    int32_t listed;                        // choices that gemv_ring lists: of a few tokens, or 0
     float eps, factor;                     // factor: of W x + bias
     struct finish_args end;
 };
 struct attention_args {
     int32_t n, n_head, n_kv, n_rot, sinks; // n: queries; sinks: 1 if heads have attention sinks
-    int32_t rows, window, keep, span;      // of the ring; see visible
+    int32_t rows, window, keep, span;      // of the KV ring; see visible
     int32_t slices;                        // at most: see query_slices
     int32_t q_step, k_step;                // from a head's QK norm to the next one's, or 0
-    float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
-    float temp, n_ctx, first;              // see temperature; temp 0: none
+    float eps, scale, softcap;
+    float sharpen_scale, sharpen_length;   // see temperature; scale 0: none
+    int32_t sharpen_next;                  // 1: of the position behind the query's
 };
 struct choose_args { int32_t n_expert, n_used, sigmoid, normed, n_group, group_used; float scale; };
-// shared_cols: 0 without a shared expert; weighed: it has a router
-struct experts_args { struct product_args down; int32_t shared_cols, weighed; };
 struct sort_args { int32_t choices, n_expert, tiles, tile; };    // tile: choices in one
 struct weigh_inputs_args { int32_t dim, n_used, sorted; };   // sorted: by expert
-struct weigh_args { int32_t dim, n_used, shared, weighed; float factor; };
+// shared: 0 without a shared expert; weighed: it has a router; sorted: choices are, by expert
+struct weigh_args { int32_t dim, n_used, shared, weighed, sorted; float factor; };
 struct conv_args { int32_t n, channels, past; };
 struct gate_args { int32_t n, each, softplus; };
 struct delta_args {
@@ -404,7 +402,7 @@ struct delta_args {
 };
 
 // What changes from pass to pass is in a buffer of its own, now[NOW_SIZE]: the first token's
-// position; and 1 if the rows of the ring get their positions, 0 if not (in a warm-up). Behind
+// position; and 1 if the rows of the KV ring get their positions, 0 if not (in a warm-up). Behind
 // these attention counts the threadgroups that are done, for each of its units.
 enum { NOW_POS, NOW_PLACED, NOW_SIZE };
 
@@ -418,15 +416,15 @@ static inline int gemv_most(int all) {
     if (most < 1) return 1;
     return most < GEMV_ROWS ? most : GEMV_ROWS;
 }
-static inline int gemv_rows(int format, int most, int sets) {
+static inline int gemv_rows(int format, int most, int tokens) {
     int rows = GEMV_ROWS;
     if (format == FORMAT_F16 || format == FORMAT_BF16 || format == FORMAT_Q8_0) rows = 2;
     if (format == FORMAT_F32) rows = 1;
-    if (sets) rows = GEMV_ROWS;   // there are more loads of x
+    if (tokens > 1) rows = GEMV_ROWS;   // there are more loads of x
     return rows < most ? rows : most;
 }
-static inline int gemv_units(int format, int rows, int most, int sets) {
-    return div_up(rows, gemv_rows(format, most, sets));
+static inline int gemv_units(int format, int rows, int most, int tokens) {
+    return div_up(rows, gemv_rows(format, most, tokens));
 }
 
 // floats of threadgroup memory for gemv if it is STAGED: its input, and a sum from each SIMD-group
@@ -434,42 +432,43 @@ static inline int staged_floats(int cols) {
     return div_up(cols, 32) * X_STRIDE + STAGED_SIMDGROUPS;
 }
 
-// gemv_ring, of which `ring` threadgroups fit side by side: neighbouring groups that a lane takes
-// at once, as the codes of two share words in many formats; columns as they are staged; columns of
-// a piece of a row, which has a KB at least, as a copy takes a while whatever its length; bytes
-// from a row of a slot to the next, which begins 16 bytes on in the banks and has room to be copied
-// from a multiple of 16 bytes to another; floats of a staged group; groups of a worker's chunk of
-// input; floats of threadgroup memory in front of the slots: barriers, zeros, workers' sums of
-// squares, two buffers of sums, the choices of a few tokens and their list of experts, and inputs
-static inline int ring_span(int ring) { return ring > 1 ? 1 : 2; }
-static inline int ring_padded(int cols, int ring) {
-    return div_up(cols, 128 * ring_span(ring)) * 128 * ring_span(ring);
+// gemv_ring, where a core has room for per_core threadgroups (see its text).
+// neighbouring groups that a lane takes at once, as the codes of two share words in many formats
+static inline int ring_span(int per_core) { return per_core > 1 ? 1 : 2; }
+// columns of a turn of all workers, in which each has four spans
+static inline int ring_turn(int per_core) { return RING_WORKERS * 128 * ring_span(per_core); }
+// columns of an input as it is staged, with zeros behind
+static inline int ring_padded(int cols, int per_core) {
+    return div_up(cols, 128 * ring_span(per_core)) * 128 * ring_span(per_core);
 }
-static inline int ring_cols(int cols, int row_bytes, int ring) {
-    int pieces = row_bytes < RING_PIECE ? 1 : row_bytes / RING_PIECE;
-    int round = RING_WORKERS * 128 * ring_span(ring);
-    return div_up(div_up(cols, pieces), round) * round;
+// columns of a piece: whole turns, and a KB at least, as a copy takes a while whatever its length
+static inline int ring_cols(int cols, int row_bytes, int per_core) {
+    int pieces = row_bytes < RING_PIECE ? 1 : row_bytes / RING_PIECE, turn = ring_turn(per_core);
+    return div_up(div_up(cols, pieces), turn) * turn;
 }
+// bytes from a row of a slot to the next, which begins 16 bytes on in the banks: a piece, and what
+// copies take with it, since they begin and end at multiples of 16
 static inline int ring_stride(int bytes) { return (bytes + 32 + 15) / 32 * 32 + 16; }
-static inline int ring_group(int sets) {
-    return sets ? 64 * (1 + sets) + 4 * SET_TOKENS * sets : RING_GROUP;
-}
-static inline int ring_chunk(int piece, int ring) {
-    int turn = 4 * ring_span(ring);
-    return div_up(piece, 32 * turn * RING_WORKERS) * turn;
-}
 static inline int ring_threads(int teams) {
     return (teams * RING_WORKERS + RING_COPIERS) * SIMD_LANES;
 }
-static inline int ring_sums(int sets) { return sets ? FEW_SUMS : RING_SUMS; }
-static inline int ring_list(int choices) { return choices ? div_up(3 * choices + 1, 32) * 32 : 0; }
-static inline int ring_floats(int cols, int piece, int ring, int sets, int teams, int inputs,
-        int choices) {
-    int floats = 4 * RING_SLOTS + SIMD_LANES + RING_WORKERS * (FEW + 2 * ring_sums(sets));
-    floats += ring_list(choices);
-    if (!sets) return floats + ring_padded(cols, ring) / 32 * RING_GROUP;
-    int chunk = ring_chunk(piece, ring) * ring_group(sets);
-    return floats + RING_WORKERS * (4 * RING_INPUTS + teams * EXCHANGE + inputs * chunk);
+// sums that a worker has until the next barrier
+static inline int ring_sums(int teams) { return RING_SUMS * teams; }
+// floats of a staged group, of all tokens: of eight, 4 more let the next one begin in other banks
+static inline int ring_group(int tokens) { return RING_GROUP * tokens + (tokens == 8 ? 4 : 0); }
+// floats of a staged input, of all tokens
+static inline int ring_input(int cols, int per_core, int tokens) {
+    return ring_padded(cols, per_core) / 32 * ring_group(tokens);
+}
+// Its threadgroup memory: where each part begins, in floats. In front are mbarriers, two of each
+// slot and that of the inputs; then zeros, as many as a group has; the sums of all workers, in two
+// buffers; the sums of the squares of inputs, [FEW][RING_WORKERS]; the inputs; and the slots.
+static inline int at_zeros(void) { return 2 * (2 * RING_SLOTS + 2); }
+static inline int at_sums(void) { return at_zeros() + RING_GROUP * FEW; }
+static inline int at_squares(int teams) { return at_sums() + 2 * RING_WORKERS * ring_sums(teams); }
+static inline int at_inputs(int teams) { return at_squares(teams) + FEW * RING_WORKERS; }
+static inline int at_slots(int teams, int input, int inputs) {
+    return at_inputs(teams) + inputs * input;
 }
 
 // gemm: columns of a row of halves, which is whole steps; floats of threadgroup memory: where the
@@ -492,8 +491,8 @@ static inline int expert_tiles(int n, int n_expert, int tile) {
     return n_expert < n ? n / tile + n_expert : n;
 }
 
-// Lanes that share a row of the ring. A lane holds at most two quads (four neighbours) of its key
-// and two of its value, more only if heads are wider than 256. A SIMD-group has 32 / lanes rows
+// Lanes that share a row of the KV ring. A lane holds at most two quads (four neighbours) of its
+// key and two of its value, more only if heads are wider than 256. A SIMD-group has 32 / lanes rows
 // side by side.
 static inline int attention_lanes(int head, int value) {
     int lanes = 4;
@@ -743,44 +742,28 @@ static inline void group_weights(int format, device const uchar *row, int g, int
     }
 }
 
-// The input of a SIMD-group's product: x[cols], which may be staged in xs[X_FLOATS], and may be
-// normed to (x - mean) * scale * w + bias. An RMSNorm without bias has scale 1 here: the product
-// also sums the squares of x, and the caller divides it by their root. Other norms, for which
-// norm_first is true, need mean and scale beforehand. STAGED: all of x is in xs, normed.
+// The input of a SIMD-group's product: x[cols], which may be staged in xs[X_FLOATS], and may have
+// an RMSNorm: then it is multiplied by w here, the product also sums the squares of x, and the
+// caller divides it by their root. STAGED: all of x is in xs, normed.
 struct row_input {
-    device const float *x, *w, *bias;
+    device const float *x, *w;
     int norm, cols;                                       // NORM bits, or 0
-    float mean, scale, square;                            // square: sum of x * x, if STAGED
+    float square;                                         // sum of x * x, if STAGED
     uint lane;
     threadgroup float *xs;
 };
-// tokens that a SIMD-group computes, those past the last one in vain
-static inline int tokens_met(void) { return SETS ? SET_TOKENS * SETS : 1; }
-
-static inline bool norm_first(void) { return NORMED && (CENTRED || NORMED & NORM_BIAS); }
+// tokens that meet a weight, those past the last one in vain
+static inline int tokens_met(void) { return TOKENS > 1 ? TOKENS : 1; }
 
 static inline float4 norm_weights(int i, thread const struct row_input *in) {
     float4 none = {1.0f, 1.0f, 1.0f, 1.0f};
     return in->norm & NORM_WEIGHTS ? four_floats(in->w, i, in->cols) : none;
-}
-static inline float4 normed_by(float4 v, float4 w, int i, thread const struct row_input *in) {
-    if (in->norm && norm_first()) v = (v - in->mean) * in->scale;
-    if (in->norm & NORM_WEIGHTS) v = v * w;
-    return in->norm & NORM_BIAS ? v + four_floats(in->bias, i, in->cols) : v;
-}
-static inline float4 normed(float4 v, int i, thread const struct row_input *in) {
-    return normed_by(v, norm_weights(i, in), i, in);
 }
 
 // x within -most .. most; 0: as it is. A NaN stays one: clamp, min and max would make it a number.
 static inline float limited(float x, float most) {
     if (most <= 0.0f || !(fabs(x) > most)) return x;
     return x > 0.0f ? most : -most;
-}
-
-// where number i of a row is; with a step, the row consists of heads that lie `step` apart
-static inline int row_index(int i, int step) {
-    return step > 0 ? i / HEAD_DIM * step + i % HEAD_DIM : i;
 }
 
 // the sum of v over the threadgroup, in every thread; part[nsg], or NULL: over the SIMD-group
@@ -793,22 +776,22 @@ static inline float sum_all(float v, threadgroup float *part, uint nsg, uint sg,
     return simd_sum(lane < nsg ? part[lane] : 0.0f);
 }
 
-// The mean (0 unless CENTRED) of the limited x[cols] and, as a result, the scale of its norm, in
-// every thread that sum_all serves. The variance takes a pass of its own, because most digits would
-// cancel in mean(x * x) - mean(x) * mean(x).
-static inline float norm_scale(device const float *x, int step, float limit, int cols, float eps,
-        threadgroup float *part, uint nsg, uint sg, uint lane, thread float *mean) {
+// The mean (0 unless CENTRED) of x[cols] and, as a result, the scale of its norm, in every thread
+// that sum_all serves. The variance takes a pass of its own, because most digits would cancel in
+// mean(x * x) - mean(x) * mean(x).
+static inline float norm_scale(device const float *x, int cols, float eps, threadgroup float *part,
+        uint nsg, uint sg, uint lane, thread float *mean) {
     int first = 4 * (sg * SIMD_LANES + lane), all = 4 * nsg * SIMD_LANES;
     float sum = 0.0f, square = 0.0f;
     for (int i = first; CENTRED && i < cols; i += all) {
-        float4 v = four_floats(x + (row_index(i, step) - i), i, cols);
-        for (int e = 0; e < 4; e++) sum += limited(v[e], limit);
+        float4 v = four_floats(x, i, cols);
+        for (int e = 0; e < 4; e++) sum += v[e];
     }
     *mean = CENTRED ? sum_all(sum, part, nsg, sg, lane) / (float)cols : 0.0f;
     for (int i = first; i < cols; i += all) {
-        float4 v = four_floats(x + (row_index(i, step) - i), i, cols);
+        float4 v = four_floats(x, i, cols);
         for (int e = 0; e < 4; e++) {
-            float d = i + e < cols ? limited(v[e], limit) - *mean : 0.0f;
+            float d = i + e < cols ? v[e] - *mean : 0.0f;
             square += d * d;
         }
     }
@@ -816,7 +799,7 @@ static inline float norm_scale(device const float *x, int step, float limit, int
 }
 
 // A lane's share of the products of R rows of W with the x of each of a few tokens:
-//   sum[t][r] += sum of w[r][i] * normed(x[t][i]),   square[t] += sum of x[t][i] * x[t][i]
+//   sum[t][r] += sum of w[r][i] * norm_weights[i] * x[t][i],   square[t] += sum of x[t][i]^2
 // Rows past `last` repeat it, tokens past `few` the last of these; the caller ignores them.
 //
 // In a float format neighbouring lanes take neighbouring weights, four each, so that together they
@@ -833,13 +816,13 @@ static inline void floats_dot(int format, int R, device const uchar *w, ulong ro
                 ws[r][j] = four_weights(format, row, i0 + j * 4 * SIMD_LANES, cols);
         }
         QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
-            device const float *x = in->x + (SETS ? min(t, a->few - 1) * a->x_step : 0);
+            device const float *x = in->x + (TOKENS > 1 ? min(t, a->few - 1) * a->x_step : 0);
             float4 v[DOT_STEPS];
             QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++) {
                 int i = i0 + j * 4 * SIMD_LANES;
                 v[j] = four_floats(x, i, cols);
                 QUANT_UNROLL for (int e = 0; e < 4; e++) square[t] += v[j][e] * v[j][e];
-                v[j] = normed(v[j], i, in);
+                v[j] = v[j] * norm_weights(i, in);
             }
             QUANT_UNROLL for (int r = 0; r < R; r++)
                 QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++)
@@ -865,7 +848,7 @@ static inline void groups_dot(int format, int R, device const uchar *w, ulong ro
             int col = xs ? 32 * g0 + 4 * lane + 128 * j : 32 * g + 4 * j;
             v[j] = four_floats(in->x, col, cols);
             QUANT_UNROLL for (int e = 0; e < 4; e++) *square += v[j][e] * v[j][e];
-            v[j] = normed(v[j], col, in);
+            v[j] = v[j] * norm_weights(col, in);
         }
         uint q[GEMV_ROWS][8];
         float d[GEMV_ROWS][2], m[GEMV_ROWS][2];
@@ -933,6 +916,7 @@ static inline float activation_xielu(float x, constant struct finish_args *a) {
 // *y = v after soft cap and epilogue, which may read `other`; a: 0 if all in it is 0
 static inline void finish(device float *y, float v, constant struct finish_args *a, float other) {
     if (EPILOGUE != EPILOGUE_GLU && SOFTCAPPED) v = softcap(v, a->softcap);
+    if (EPILOGUE == EPILOGUE_STORE && LIMITED) v = limited(v, a->limit);
     if (EPILOGUE == EPILOGUE_ADD) v += other;
     if (EPILOGUE == EPILOGUE_ACT && ACTIVATION == ACT_XIELU) v = activation_xielu(v, a);
     else if (EPILOGUE == EPILOGUE_ACT) v = activation(v);
@@ -990,7 +974,7 @@ kernel void norm(device const float *x, device const float *w, device const floa
     ulong at = (ulong)tg * a->cols;
     int own = tg % a->groups * a->cols;
     x += at;
-    float mean, scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, shared, nsg, sg, lane, &mean);
+    float mean, scale = norm_scale(x, a->cols, a->eps, shared, nsg, sg, lane, &mean);
     for (int i = 4 * (int)tid; i < a->cols; i += 4 * nsg * SIMD_LANES) {
         float4 v = four_floats(x, i, a->cols), before = {0.0f, 0.0f, 0.0f, 0.0f};
         if (has_other()) before = four_floats(other + at, i, a->cols);
@@ -1053,9 +1037,10 @@ kernel void halve(device const float *x, device half *to, device float *powers,
 // dispatches, which load each byte of weights once, decode it in registers, and forget it:
 //   gemv (norm, Q, K, V, biases) | attention | gemv (Wo, added to x) |
 //   gemv (norm, gate, up, activation) | gemv (down, added to x)
-// Every SIMD-group computes the norm of its input anew. That costs it 4 bytes a column (LayerNorm:
-// 16) from the cache beside x itself, where it loads R rows of weights anyway; one more dispatch
-// would cost more. Where a row of weights is short, that counts: then eight SIMD-groups share it.
+// Every SIMD-group computes the RMSNorm of its input anew. That costs it 4 bytes a column from the
+// cache beside x itself, where it loads R rows of weights anyway; a dispatch more would cost more.
+// (A mean would cost 12 more, so LayerNorm, or a norm with a bias, is a dispatch.) Where a row of
+// weights is short, that counts: then eight SIMD-groups share it.
 
 // Which of three matrices has block i, if the first one has blocks 0 to n0 - 1, the second n0 to
 // n1 - 1 and the third all others? A block is a unit of gemv, or the rows of a tile of gemm.
@@ -1065,9 +1050,14 @@ static inline int matrix_of(int i, int n0, int n1) {
 }
 #define OF_THREE(which, a, b, c) ((which) == 0 ? (a) : (which) == 1 ? (b) : (c))
 
+// Which input does choice t have, or head t? Those of tokens are numbered one after the other.
+static inline int input_of(int t, constant struct product_args *a) {
+    return EXPERTS == EXPERTS_GATHER ? t / a->each : t;
+}
+
 // rows in a unit; with the GLU or experts, units of all matrices are as large as the first one's
 static inline int unit_rows(int format) {
-    return gemv_rows(EPILOGUE == EPILOGUE_GLU || EXPERTS ? FORMAT_0 : format, UNIT_ROWS, SETS);
+    return gemv_rows(EPILOGUE == EPILOGUE_GLU || EXPERTS ? FORMAT_0 : format, UNIT_ROWS, TOKENS);
 }
 
 // v[t][r] = factor * (scale * (W x[t])[row + r] + bias[row + r]), in all lanes, for the rows of a
@@ -1087,7 +1077,7 @@ static inline void gemv_product(int format, int which, int unit, int expert, dev
     else groups_dot(format, R, w, m->row_bytes, last, in, sum, square);
     QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
         float scaled = scale;
-        if (in->norm && !norm_first()) {
+        if (in->norm) {
             float all = STAGED ? in->square : simd_sum(square[t]);
             scaled *= rsqrt(all / (float)in->cols + a->eps);
         }
@@ -1104,7 +1094,7 @@ static inline void gemv_unit(int format, int which, int unit, int expert, device
         device const float *bias, device const float *scales, thread const struct row_input *in,
         thread const float *gate, device const float *other, device float *y,
         constant struct product_args *a) {
-    int R = unit_rows(format), row = unit * R, tokens = SETS ? a->few : 1;
+    int R = unit_rows(format), row = unit * R, tokens = TOKENS > 1 ? a->few : 1;
     float v[FEW * GEMV_ROWS];
     gemv_product(format, which, unit, expert, w, bias, scales, in, a, v);
     QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
@@ -1123,31 +1113,31 @@ static inline void gemv_unit(int format, int which, int unit, int expert, device
 // rows, neither is ever in memory. Grid: a SIMD-group for each unit of all matrices, or of W0 for
 // the GLU, with threadgroup memory of its own unless STAGED. Routers use gemv for each token of a
 // chunk, too: gemm rounds to half, which could reorder experts with almost equal scores. EXPERTS:
-// W0, or the GLU, for the chosen experts of one token: t counts these, and y0 is [n_used][rows].
-// EXPERTS_HEADS: t counts heads of tokens, each head with a matrix, x and y of its own. SETS: all
-// matrices are floats, and their weights, loaded once, meet `few` tokens.
+// W0, or the GLU, for the chosen experts of a few tokens: t counts these, and y0 is [tokens][rows].
+// EXPERTS_HEADS: t counts heads of tokens, each head with a matrix, x and y of its own. TOKENS:
+// if there are several, all matrices are floats, and their weights, loaded once, meet `few` tokens.
 kernel void gemv(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
         device float *y0, device float *y1, device float *y2,                     // 8 to 10
-        device const float *other, device const float *norm_bias, device const int *chosen,
-        device const float *scale0, device const float *scale1,                   // 14, 15
+        device const float *other, device const int *chosen,                      // 11, 12
+        device const float *scale0, device const float *scale1,
         constant struct product_args *a, PLACE) {
     float gate[FEW * GEMV_ROWS];
     int u = tg * nsg + sg, t = u / a->units;
-    int n0 = gemv_units(FORMAT_0, a->w[0].rows, UNIT_ROWS, SETS);
-    int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows, UNIT_ROWS, SETS);
+    int n0 = gemv_units(FORMAT_0, a->w[0].rows, UNIT_ROWS, TOKENS);
+    int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows, UNIT_ROWS, TOKENS);
     QUANT_UNROLL for (int i = 0; i < tokens_met() * GEMV_ROWS; i++) gate[i] = 0.0f;
-    x += (ulong)min(t, a->tokens - 1) * a->x_step;
-    struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, 0.0f, lane,
+    x += (ulong)input_of(min(t, a->tokens - 1), a) * a->x_step;
+    struct row_input in = {x, weights, NORMED, a->cols, 0.0f, lane,
                            STAGED ? shared : shared + sg * X_FLOATS};
-    if (norm_first()) in.scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, 0, 1, 0, lane, &in.mean);
     if (STAGED) {
         float square = 0.0f;
         for (int i = 4 * (int)tid; i < a->cols; i += 4 * SIMD_LANES * nsg) {
             float4 v = four_floats(x, i, a->cols);
             for (int e = 0; e < 4; e++) square += v[e] * v[e];
-            *(threadgroup float4 *)(shared + X_STRIDE * (i / 32) + i % 32) = normed(v, i, &in);
+            v = v * norm_weights(i, &in);
+            *(threadgroup float4 *)(shared + X_STRIDE * (i / 32) + i % 32) = v;
         }
         in.square = sum_all(square, shared + staged_floats(a->cols) - STAGED_SIMDGROUPS, nsg, sg,
                             lane);                        // its barriers serve x, too
@@ -1177,39 +1167,44 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 #ifdef HAS_RING
 // gemv_ring is gemv for GPUs that copy in the background, and begin a launch before the last one
 // has ended. A token is some 200 launches of a few microseconds, and gemv begins each with an empty
-// pipe: it waits for its input, and then for its first weights. Here two SIMD-groups do nothing but
-// copy weights to a ring of slots in threadgroup memory. They need no input, so they begin while
-// the launch before is at work: when the input is there, so are the first weights.
+// pipe: it waits for its input, and then for its first weights. Here two SIMD-groups, the copiers,
+// do nothing but copy weights to slots in threadgroup memory, which they fill again and again in
+// turn. They need no input, so they begin while the launch before is at work: when the input is
+// there, so are the first weights. Only CUDA has this, from compute capability 9.0 on.
 //
 // A threadgroup has a share of the rows, and takes them in tiles of 16 (GLU: 8 of the gate, 8 of
 // up). A slot has a piece of each row of a tile. The other SIMD-groups, the workers, take turns at
 // the piece's columns, 128 a turn: lane l decodes group l % 4 of these in rows l / 4 and l / 4 + 8.
-// In a long launch (RING is 1) they are 256, and a lane has two neighbouring groups. The workers'
-// sums meet in threadgroup memory, RING_SUMS at a time. Each slot has two mbarriers: `full`
-// counts the rows that have come, `is_free` the workers that are through with them.
+// In a long launch, with one threadgroup for each core, they are 256, and a lane has two
+// neighbouring groups, a span. The workers' sums meet in threadgroup memory, RING_SUMS at a time.
 //
-// A worker stages the columns of x that it will need as integers: a power of two brings the largest
-// of a group to 2^21 .. 2^22. An integer has three digits of base 256, each a signed byte: those of
-// (i + 0x8080) ^ 0x8080. They are 0x00012c for 300, which is 1 * 256 + 44, and 0x0001c8 for 200,
-// which is 1 * 256 - 56. A group has RING_GROUP words: 8 with the lowest digits of its 32 numbers,
-// 8 with each of the other two, the sums of its first 16 numbers and of the others, the power, and
-// the sum of all.
+// Activations are rounded to bytes as the CPU does it in decode (round_32 in llm.c): the largest of
+// a group of 32 becomes 127 or -127. A group is staged as RING_GROUP words: 8 with its 32 bytes;
+// then as floats the sum of its first 16 numbers, that of the others, the scale, and the sum of
+// all. The same group of other tokens lies behind it. So products are sums of bytes, which are
+// exact: their order does not matter.
 //
-// Up to eight tokens, in SETS of four, meet the weights once these are decoded. Four lanes, each of
-// which has decoded a group, hand it out: then a product has one group, and digits of four tokens.
-// Each token's sums are added in the order that they have for one token, so they are the same bits.
-// More is computed now than memory can hide, and a SIMD-group waits often for its own results: so
-// there are two TEAMS of workers where memory has room, each with a tile of its own. If it would
-// take long to stage the inputs here, ring_inputs has STAGED them, and a worker copies its columns
-// chunk by chunk, as pieces of rows are copied; or again for each pair of tiles, if not all chunks
-// have room.
+// Up to eight tokens meet weights when these are decoded. One matrix product serves two TOKENS, and
+// each token's sums are added in the order that they have for one token, so they are the same bits.
+// As more is computed now than memory can hide, there are two TEAMS of workers where memory has
+// room, each with 16 rows of a slot. If all threadgroups together would take long to stage the
+// inputs, the kernel ring_inputs has PACKED them, and they come in one copy.
+//
+// Who waits for whom:
+//   mbarrier        ends a phase                          who waits, before
+//   full[slot]      its rows' copies are there            workers, before they read the slot
+//   is_free[slot]   all workers' threads have read it     copiers, before they fill it again
+//   arrived         the copy of PACKED inputs is there    workers, before their first product
+// Phases of full[slot] and is_free[slot] are as many as rounds of all slots. Else workers meet at
+// workers_barrier: if a team stages inputs for another one; and when the sums of all are there, of
+// which there are two buffers, so that nobody writes those that are still read.
 //
 // Its words, which GPUs without HAS_RING lack:
 //   mbarrier_init(b, n)             a phase of it ends with n arrivals; parities are 0, 1, 0 ..
 //   mbarrier_arrive(b)              one of them
 //   mbarrier_copy(b, to, from, n)   one of them, when n bytes, from .. from + n - 1, are there
 //   mbarrier_wait(b, parity)        until the phase with this parity has ended
-//   exponent_of(x)                  of the power of two at or below x, which is positive and normal
+//   bits_of(x)                      a float's
 //   workers_barrier(n)              a threadgroup_barrier of the first n threads
 //   multiply_bytes(c, a, b)         c += a b, for a[16][32] and b[32][8] of signed bytes. Of a,
 //                                   lane l has rows l / 4 and l / 4 + 8: four bytes from column
@@ -1229,85 +1224,46 @@ QUANT_INLINE uint code_bytes(int format, uint word) {
     return bias ? (word ^ 0x80808080) - (128 - bias) * 0x01010101 : word;   // no byte borrows
 }
 
-// The sum of c * x from the sums of c * digit
-QUANT_INLINE float digits_sum(int low, int middle, int high) {
-    return 65536.0f * (float)high + (float)(low + 256 * middle);
-}
-
-// Adds a group's part of a row's product. s[0] is the sum of c * x of 32 codes; or, where 16 share
-// a scale, of the first 16, and s[1] of the others. d: two scales, two offsets. x: the sums of the
-// first 16 numbers and of the others, the power, the sum of all. One product is added at a time: so
-// a compiler that makes one instruction of both has no choice which.
-QUANT_INLINE void group_add(int format, bool halves, thread const float *s, thread const float *d,
+// Adds a group's part of a row's product. s0 is the sum of codes * bytes of 32 columns; or, where
+// 16 share a scale, of the first 16, and s1 of the others. d: two scales, two offsets. x: what a
+// staged group has behind its bytes. One product is added at a time: so a compiler that makes one
+// instruction of both has no choice which.
+QUANT_INLINE void group_add(int format, bool halves, int s0, int s1, thread const float *d,
         float4 x, thread float *acc) {
     float bias = byte_bias(format), m0 = bias > 0.0f ? -bias * d[0] : d[2];
     float m1 = bias > 0.0f ? -bias * d[1] : d[3];
     bool offset = bias > 0.0f || format_bias(format) == 0;
     if (offset) *acc += m0 * (halves ? x[0] : x[3]);
     if (offset && halves) *acc += m1 * x[1];
-    *acc += d[0] * x[2] * s[0];
-    if (halves) *acc += d[1] * x[2] * s[1];
+    *acc += d[0] * x[2] * (float)s0;
+    if (halves) *acc += d[1] * x[2] * (float)s1;
 }
 
-// Adds a unit's parts of one token: acc[0] and acc[1] of two rows, of which the lane has decoded a
-// group: qa of format fa, qb of fb. A lane has its codes' four columns of a product's left operand.
-// Of the right one, columns 2 i and 2 i + 1 have two digits of group i, with zeros where other
-// groups' codes meet them: so each lane gets the sums of the group that it has decoded. x is this
-// lane's group, as it is staged; low and high are where it loads its part of the digits.
+// Adds the parts of the two groups that a lane has decoded, qa of format fa in row l / 4 and qb of
+// fb in row l / 4 + 8, to acc[2 t] and acc[2 t + 1] of each token t. In a product's left operand a
+// lane has its own codes. Of the right one, columns 2 i and 2 i + 1 have group i of two tokens, and
+// zeros where other groups' codes meet them: so a lane gets the sums of what it has decoded. x: its
+// group as it is staged; right: where it loads its part of the right operand, in the group of the
+// first token or the second, or in zeros.
 QUANT_INLINE void codes_dot(int fa, int fb, thread const uint *qa, thread const uint *qb,
         thread const float *da, thread const float *db, threadgroup const float *x,
-        threadgroup const float *low, threadgroup const float *high, thread float *acc) {
+        threadgroup const float *right, thread float *acc) {
     bool halves = format_halves(fa) || format_halves(fb);
-    float4 in = *(threadgroup const float4 *)(x + 24);
-    float sa[2], sb[2];
-    QUANT_UNROLL for (int h = 0; h < (halves ? 2 : 1); h++) {
-        int lower[4] = {0, 0, 0, 0}, upper[4] = {0, 0, 0, 0};
-        QUANT_UNROLL for (int j = 4 * h; j < (halves ? 4 * h + 4 : 8); j += 2) {
+    QUANT_UNROLL for (int t = 0; t < tokens_met(); t += 2) {
+        int sum[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};     // the second: of the other 16 codes
+        QUANT_UNROLL for (int j = 0; j < 8; j += 2) {
             uint a[4] = {code_bytes(fa, qa[j]), code_bytes(fb, qb[j]), code_bytes(fa, qa[j + 1]),
                          code_bytes(fb, qb[j + 1])};
-            uint2 two = *(threadgroup const uint2 *)(low + j);
-            uint2 one = *(threadgroup const uint2 *)(high + j);
-            uint b[4] = {two[0], two[1], one[0], one[1]};
-            multiply_bytes(lower, a, b);
-            multiply_bytes(upper, a, b + 2);
+            uint2 two = *(threadgroup const uint2 *)(right + RING_GROUP * t + j);
+            uint b[2] = {two[0], two[1]};
+            multiply_bytes(sum[halves ? j / 4 : 0], a, b);
         }
-        sa[h] = digits_sum(lower[0], lower[1], upper[0]);
-        sb[h] = digits_sum(lower[2], lower[3], upper[2]);
-    }
-    group_add(fa, halves, sa, da, in, &acc[0]);
-    group_add(fb, halves, sb, db, in, &acc[1]);
-}
-
-// The same for SETS of four tokens and one group of a unit, whose codes are in the left operand a.
-// x is the staged group, of which a lane has 2 + 2 SETS words: from its columns of right operands.
-// Columns 2 i and 2 i + 1 have the two lowest digits of a set's token i; or, in the second two
-// words, the highest digit of token i of each set. So lane l gets the sums of a set's token l % 4,
-// which are added to acc[set][4][2]: the unit's groups have sums of their own, as lanes have above.
-QUANT_INLINE void few_dot(int fa, int fb, thread const uint *a, thread const float *da,
-        thread const float *db, threadgroup const float *x, uint lane, thread float *acc) {
-    bool halves = format_halves(fa) || format_halves(fb);
-    int words = 2 + 2 * SETS, upper[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-    threadgroup const float *mine = x + words * lane, *ins = x + words * SIMD_LANES;
-    uint2 high = *(threadgroup const uint2 *)(mine + 2);
-    QUANT_UNROLL for (int h = 0; h < (halves ? 2 : 1); h++) {
-        uint b[2] = {high[0], high[1]};
-        if (halves) b[1 - h] = 0;                         // of the other 16 codes
-        multiply_bytes(upper[h], a, b);
-    }
-    QUANT_UNROLL for (int set = 0; set < SETS; set++, acc += 8) {
-        uint2 low = *(threadgroup const uint2 *)(mine + 4 * set);
-        float4 in = *(threadgroup const float4 *)(ins + 4 * (SET_TOKENS * set + (int)lane % 4));
-        float sa[2], sb[2];
-        QUANT_UNROLL for (int h = 0; h < (halves ? 2 : 1); h++) {
-            int lower[4] = {0, 0, 0, 0};
-            uint b[2] = {low[0], low[1]};
-            if (halves) b[1 - h] = 0;
-            multiply_bytes(lower, a, b);
-            sa[h] = digits_sum(lower[0], lower[1], upper[h][set]);
-            sb[h] = digits_sum(lower[2], lower[3], upper[h][2 + set]);
+        QUANT_UNROLL for (int k = 0; k < 2 && t + k < tokens_met(); k++) {
+            float4 in = *(threadgroup const float4 *)(x + RING_GROUP * (t + k) + 8);
+            thread float *to = acc + 2 * (t + k);
+            group_add(fa, halves, sum[0][k], sum[1][k], da, in, &to[0]);
+            group_add(fb, halves, sum[0][2 + k], sum[1][2 + k], db, in, &to[1]);
         }
-        group_add(fa, halves, sa, da, in, &acc[0]);
-        group_add(fb, halves, sb, db, in, &acc[1]);
     }
 }
 
@@ -1317,8 +1273,9 @@ QUANT_INLINE void few_dot(int fa, int fb, thread const uint *a, thread const flo
 // choice, its first row in that matrix, and how many there are. The rows of a threadgroup begin
 // with `first`; the tile ends before `end`, and where sums meet at a barrier.
 struct ring_tile { int which, t, row, n; };
-static inline int tile_rows(void) { return IS_GLU ? RING_TILE / 2 : RING_TILE; }
-static inline int sums_met(void) { return ring_sums(SETS) / tokens_met(); }   // of a token
+static inline int slot_rows(void) { return RING_TILE * TEAMS; }
+static inline int tile_rows(void) { return IS_GLU ? slot_rows() / 2 : slot_rows(); }
+static inline int sums_met(void) { return ring_sums(TEAMS) / tokens_met(); }   // of a token
 static inline int rows_met(void) { return IS_GLU ? sums_met() / 2 : sums_met(); }
 static inline struct ring_tile tile_at(int r, int first, int end, constant struct product_args *a) {
     int n0 = a->w[0].rows, n1 = n0 + a->w[1].rows;
@@ -1330,58 +1287,20 @@ static inline struct ring_tile tile_at(int r, int first, int end, constant struc
     return x;
 }
 
-// Is there a tile for a second team, which begins `n` rows on from row r?
-static inline bool has_second(int r, int n, int first, int end) {
-    return TEAMS > 1 && r + n < end && (r + n - first) % rows_met() != 0;
-}
-
-// the expert of entry t: of one token's choices, or of the list of several
-static inline int tile_expert(device const int *chosen, threadgroup const int *list, int t) {
-    if (!EXPERTS) return 0;
-    return SETS ? list[t] : chosen[t];
-}
-// The experts of a few tokens, each once, from their n choices, of which it leaves a copy in
-// `choices`. These have n flags behind them, and the list. Returns how long it is. By all threads.
-static inline int list_experts(device const int *chosen, int n, threadgroup int *choices, int tid,
-        int threads) {
-    threadgroup int *flags = choices + n, *list = flags + n, *count = list + n;
-    for (int i = tid; i < n; i += threads) choices[i] = chosen[i];
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // the choices are there
-    for (int i = tid; i < n; i += threads) {
-        int first = 1;
-        for (int k = 0; k < i; k++) first &= choices[k] != choices[i];
-        flags[i] = first;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // the flags are there
-    for (int i = tid; i < n; i += threads) {
-        int before = 0;
-        for (int k = 0; k < i; k++) before += flags[k];
-        if (flags[i]) list[before] = choices[i];
-        if (i == n - 1) *count = before + flags[i];
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // the list is there
-    return *count;
-}
-// the token's choice of that expert, or -1
-static inline int choice_of(threadgroup const int *choices, int token, int expert, int each) {
-    int found = -1;
-    for (int i = token * each; i < (token + 1) * each; i++)
-        if (choices[i] == expert) found = i;
-    return found;
-}
-
-// row i of a slot: its matrix, and its row in the tile
+// row i of a slot, where a team has RING_TILE rows: its matrix, and its row in the tile
 static inline int slot_matrix(int i, struct ring_tile x) {
-    return IS_GLU ? i / tile_rows() : x.which;
+    return IS_GLU ? i / (RING_TILE / 2) % 2 : x.which;
 }
-static inline int slot_row(int i) { return i % tile_rows(); }
+static inline int slot_row(int i) {
+    return IS_GLU ? i / RING_TILE * (RING_TILE / 2) + i % (RING_TILE / 2) : i;
+}
 
 // where a row of matrix m begins, in bytes behind the bound address
 static inline ulong row_start(constant struct kernel_matrix *m, int expert, int row) {
     return m->start + (ulong)expert * m->step + (ulong)row * m->row_bytes;
 }
 
-// A place in the ring: a slot, and how often the ring has gone round
+// Of all slots, filled again and again: a slot, and how often it has been filled before
 struct ring_place { int slot, round; };
 static inline void ring_step(thread struct ring_place *at, int slots) {
     at->slot++;
@@ -1390,426 +1309,341 @@ static inline void ring_step(thread struct ring_place *at, int slots) {
     at->round++;
 }
 
-// Fills row i of slot after slot, each as soon as it is free again
-static inline void ring_copy(threadgroup mbarrier *full, threadgroup mbarrier *is_free,
-        threadgroup uchar *slots, device const uchar *w0, device const uchar *w1,
-        device const uchar *w2, device const int *chosen, threadgroup const int *list, int first,
-        int end, int i, constant struct product_args *a) {
+static inline int input_floats(constant struct product_args *a) {
+    return ring_input(a->cols, PER_CORE, tokens_met());
+}
+
+// The parts of threadgroup memory: see at_zeros and those behind it
+struct ring_memory {
+    threadgroup mbarrier *full, *is_free, *arrived;
+    threadgroup float *zeros, *sums, *squares, *inputs;
+    threadgroup uchar *slots;
+};
+static inline struct ring_memory ring_parts(threadgroup float *shared,
+        constant struct product_args *a) {
+    threadgroup mbarrier *full = (threadgroup mbarrier *)shared;
+    int slots = at_slots(TEAMS, input_floats(a), a->inputs);
+    struct ring_memory m = {full, full + RING_SLOTS, full + 2 * RING_SLOTS, shared + at_zeros(),
+                            shared + at_sums(), shared + at_squares(TEAMS),
+                            shared + at_inputs(TEAMS), (threadgroup uchar *)(shared + slots)};
+    return m;
+}
+static inline int workers(void) { return TEAMS * RING_WORKERS; }
+
+static inline void ring_set_up(struct ring_memory m, uint tid, constant struct product_args *a) {
+    if ((int)tid < a->slots) mbarrier_init(&m.full[tid], slot_rows());
+    if ((int)tid < a->slots) mbarrier_init(&m.is_free[tid], workers() * SIMD_LANES);
+    if (PACKED && tid == 0) mbarrier_init(m.arrived, 1);
+    if (tid < RING_GROUP * FEW) m.zeros[tid] = 0.0f;
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // the mbarriers are there
+}
+
+// A copier's lane feeds row i of slot after slot, each as soon as it is free again, with the rows
+// first .. end - 1 of all.
+static inline void ring_feed(struct ring_memory m, device const uchar *w0, device const uchar *w1,
+        device const uchar *w2, device const int *chosen, int first, int end, int i,
+        constant struct product_args *a) {
     struct ring_place at = {0, 0};
-    for (int r = first, n; r < end; r += n) {
-        struct ring_tile x = tile_at(r, first, end, a), y = x;
-        bool two = has_second(r, x.n, first, end);
-        if (two) y = tile_at(r + x.n, first, end, a);
-        n = two ? x.n + y.n : x.n;
-        for (int k = 0; k < (two ? 2 : 1) * a->pieces; k++) {
-            struct ring_tile t = two && k % 2 ? y : x;
-            int p = two ? k / 2 : k, which = slot_matrix(i, t), row = slot_row(i);
-            constant struct kernel_matrix *m = &a->w[which];
-            device const uchar *from = OF_THREE(which, w0, w1, w2);
-            from += row_start(m, tile_expert(chosen, list, t.t), t.row + row) + (ulong)p * m->piece;
-            uint skew = (ulong)from % 16, n = skew + min(m->piece, m->row_bytes - p * m->piece);
-            if (at.round > 0) mbarrier_wait(&is_free[at.slot], (at.round - 1) % 2);
-            threadgroup uchar *to = slots + (at.slot * RING_TILE + i) * a->stride;
-            mbarrier_copy(&full[at.slot], to, from - skew, row < t.n ? (n + 15) / 16 * 16 : 0);
-            ring_step(&at, a->slots);
-        }
+    for (int r = first, p = 0; r < end;) {
+        struct ring_tile t = tile_at(r, first, end, a);
+        int which = slot_matrix(i, t), row = slot_row(i);
+        constant struct kernel_matrix *w = &a->w[which];
+        device const uchar *from = OF_THREE(which, w0, w1, w2);
+        from += row_start(w, EXPERTS ? chosen[t.t] : 0, t.row + row) + (ulong)p * w->piece_bytes;
+        uint skew = (ulong)from % 16;
+        uint n = skew + min(w->piece_bytes, (int)w->row_bytes - p * w->piece_bytes);
+        if (at.round > 0) mbarrier_wait(&m.is_free[at.slot], (at.round - 1) % 2);
+        threadgroup uchar *to = m.slots + (at.slot * slot_rows() + i) * a->stride;
+        mbarrier_copy(&m.full[at.slot], to, from - skew, row < t.n ? (n + 15) / 16 * 16 : 0);
+        ring_step(&at, a->slots);
+        if (++p < a->pieces) continue;
+        p = 0;
+        r += t.n;
     }
 }
 
-// 2^n for n of -126 to 127; byte j of word i and byte i of word j change places
-static inline float power_of_two(int n) { return quant_from_bits((uint)(n + 127) << 23); }
-QUANT_INLINE void turn_bytes(thread uint *w) {
-    QUANT_UNROLL for (int i = 0; i < 2; i++) {            // pairs of bytes, then bytes
-        uint low = (w[i] & 0xffff) | w[i + 2] << 16;
-        w[i + 2] = w[i] >> 16 | (w[i + 2] & 0xffff0000);
-        w[i] = low;
-    }
-    QUANT_UNROLL for (int i = 0; i < 4; i += 2) {
-        uint low = (w[i] & 0x00ff00ff) | (w[i + 1] & 0x00ff00ff) << 8;
-        w[i + 1] = (w[i] >> 8 & 0x00ff00ff) | (w[i + 1] & 0xff00ff00);
-        w[i] = low;
-    }
-}
-
-// Where a staged group has word w (of 8) of digit k of token t; see few_dot
-static inline int digit_at(int k, int w, int t) {
-    int set = t / SET_TOKENS, col = 2 * (t % SET_TOKENS) + (k < 2 ? k : set);
-    if (!SETS) return 8 * k + w;
-    return (4 * col + w % 4) * (2 + 2 * SETS) + (k < 2 ? 4 * set : 2) + w / 4;
-}
-
-// Stages four neighbours of token t's x, normed, from number i of their group on; eight lanes have
-// a group
-static inline void stage_four(float4 x, int i, int t, threadgroup float *group) {
-    float top = 1e-30f, sum = 0.0f;
-    uint digit[4];
-    threadgroup float *in = group + (SETS ? SIMD_LANES * (2 + 2 * SETS) + 4 * t : 24);
+// Stages four neighbours of x, normed, from number i of their group on; eight lanes have a group.
+// Adding ROUNDER leaves the nearest integer in the low bits, as in llm.c.
+static inline void stage_four(float4 x, int i, threadgroup float *group) {
+    const float ROUND = 12582912.0f;                      // ROUNDER
+    float top = 0.0f, sum = 0.0f;
+    uint word = 0;
     for (int e = 0; e < 4; e++) top = max(top, fabs(x[e]));
     for (int d = 1; d < 8; d *= 2) top = max(top, simd_shuffle_xor(top, d));
-    int power = max(-90, min(exponent_of(top), 120)) - 21;
+    float unit = top / 127.0f, by = top > 0.0f ? 127.0f / top : 0.0f;
     for (int e = 0; e < 4; e++) {
-        float number = rint(x[e] * power_of_two(-power));
-        sum += number;
-        digit[e] = ((uint)(int)number + 0x8080) ^ 0x8080;
+        float number = fma(x[e], by, ROUND);
+        word |= (bits_of(number) & 255) << 8 * e;
+        sum += number - ROUND;
     }
-    turn_bytes(digit);                                    // now digit[k] has the four's digits k
-    QUANT_UNROLL for (int k = 0; k < 3; k++)
-        ((threadgroup uint *)group)[digit_at(k, i / 4, t)] = digit[k];
+    ((threadgroup uint *)group)[i / 4] = word;
     sum += simd_shuffle_xor(sum, 1);
     sum += simd_shuffle_xor(sum, 2);
-    float all = sum + simd_shuffle_xor(sum, 4), unit = power_of_two(power);
-    if (i % 16 == 0) in[i / 16] = sum * unit;
-    if (i == 0) in[2] = unit + (all - all);               // NaN for infinity and NaN
-    if (i == 0) in[3] = all * unit;
+    float all = sum + simd_shuffle_xor(sum, 4);
+    if (i % 16 == 0) group[8 + i / 16] = sum * unit;
+    if (i == 0) group[10] = unit + (all - all);           // NaN for infinity and NaN
+    if (i == 0) group[11] = all * unit;
 }
 
-// The first of the four columns that a lane stages of number n of its worker's 128 columns
+// The first of the four columns that a lane stages of step n of its worker: 128 columns
 static inline int worker_col(int n, uint sg, uint lane) {
-    int span = ring_span(RING);
+    int span = ring_span(PER_CORE);
     return 128 * (span * (n / span * RING_WORKERS + (int)sg) + n % span) + 4 * (int)lane;
 }
 
-// how many steps of columns a worker has
+// how many steps a worker has; of one without columns all are behind the row's end
 static inline int worker_steps(int cols, int sg) {
-    int span = ring_span(RING), left = ring_padded(cols, RING) - 128 * span * sg;
-    return max(div_up(left, 128 * span * RING_WORKERS), 0) * span;
+    int span = ring_span(PER_CORE), left = ring_padded(cols, PER_CORE) - 128 * span * sg;
+    return max(div_up(left, ring_turn(PER_CORE)), 1) * span;
 }
 
-// Where a worker has a staged group of its columns: if there are SETS, it has no others
-static inline int staged_at(int group) {
-    int turn = 4 * ring_span(RING);
-    return SETS && !STAGED ? group / (turn * RING_WORKERS) * turn + group % turn : group;
-}
-
-// Waits for x, and stages this worker's steps `first` to end - 1 of it, after its norm: those of
-// tokens t, t + TEAMS, .. below `tokens`. squares[token][RING_WORKERS] gets the sums of x * x. The
-// norm's weights are no launch's output: the first of them are loaded before. The next token's x is
-// loaded while one is staged.
+// Waits for x, and stages a worker's columns of it, after their norm: its steps first .. end - 1,
+// where those of input t0 are in front, then those of t0 + by, and so on. squares[t] gets the sums
+// of x * x, one from each worker. The loads of STAGE_STEPS steps overlap, and the first ones of the
+// norm's weights do not wait, as these are no launch's output.
 enum { STAGE_STEPS = 4 };
-static inline void stage_load(thread const struct row_input *in, int t, int sg, int n, int x_step,
-        thread float4 *v) {
-    QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++)
-        v[j] = four_floats(in->x + (ulong)t * x_step, worker_col(n + j, sg, in->lane), in->cols);
-}
-static inline void ring_stage(struct row_input in, int t, int tokens, threadgroup float *xs,
-        threadgroup float *squares, int sg, int first, int end, constant struct product_args *a) {
+static inline void ring_stage(struct row_input in, int t0, int by, int first, int end,
+        threadgroup float *inputs, threadgroup float *squares, int sg,
+        constant struct product_args *a) {
+    bool many = TOKENS > 1 || EXPERTS;                    // inputs: else step u is of t0
+    int steps = worker_steps(in.cols, sg);
     float square = 0.0f;
-    float4 w[STAGE_STEPS], v[STAGE_STEPS], next[STAGE_STEPS];
-    QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++)
-        w[j] = norm_weights(worker_col(first + j, sg, in.lane), &in);
-    input_wait();
-    if (SETS) stage_load(&in, min(t, tokens - 1), sg, first, a->x_step, next);
-    for (int n = first; t < tokens;) {
-        int then = n + STAGE_STEPS < end ? n + STAGE_STEPS : first, before = t;
-        if (!SETS) stage_load(&in, t, sg, n, a->x_step, next);
-        QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++) v[j] = next[j];
-        if (then == first) t += SETS ? TEAMS : 1;
-        if (SETS) stage_load(&in, min(t, tokens - 1), sg, then, a->x_step, next);
-        if (norm_first() && n == first)
-            in.scale = norm_scale(in.x + (ulong)before * a->x_step, 0, 0.0f, in.cols, a->eps, 0, 1,
-                                  0, in.lane, &in.mean);
-        QUANT_UNROLL for (int j = 0; j < STAGE_STEPS && end - first > STAGE_STEPS; j++)
-            w[j] = norm_weights(worker_col(n + j, sg, in.lane), &in);
+    for (int u0 = first; u0 < end; u0 += STAGE_STEPS) {
+        float4 w[STAGE_STEPS], v[STAGE_STEPS];
+        QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++)
+            w[j] = norm_weights(worker_col(many ? (u0 + j) % steps : u0 + j, sg, in.lane), &in);
+        if (u0 == first) { input_wait(); }
         QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++) {
-            int i = worker_col(n + j, sg, in.lane);
-            if (n + j >= end) break;                      // all lanes
-            for (int e = 0; e < 4; e++) square += v[j][e] * v[j][e];
-            float4 x = {0.0f, 0.0f, 0.0f, 0.0f};          // behind the row's end
-            if (i < in.cols) x = normed_by(v[j], w[j], i, &in);
-            stage_four(x, i % 32, before, xs + staged_at(i / 32) * ring_group(SETS));
+            int u = min(u0 + j, end - 1), t = t0 + (many ? u / steps * by : 0);
+            int i = worker_col(many ? u % steps : u, sg, in.lane);
+            v[j] = four_floats(in.x + (ulong)t * a->x_step, i, in.cols);
         }
-        n = then;
-        if (before == t) continue;
-        if (NORMED) square = simd_sum(square);
-        if (in.lane == 0) squares[before * RING_WORKERS + sg] = square;
-        square = 0.0f;
+        QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++) {
+            int u = u0 + j, t = t0 + (many ? u / steps * by : 0), n = many ? u % steps : u;
+            int i = worker_col(n, sg, in.lane);
+            if (u >= end) break;                          // all lanes
+            float4 x = {0.0f, 0.0f, 0.0f, 0.0f};          // behind the row's end
+            if (i < in.cols) x = v[j] * w[j];
+            for (int e = 0; e < 4; e++) square += v[j][e] * v[j][e];
+            threadgroup float *to = inputs + i / 32 * ring_group(tokens_met());
+            to += t * (TOKENS > 1 ? RING_GROUP : input_floats(a));
+            if (i < ring_padded(in.cols, PER_CORE)) stage_four(x, i % 32, to);
+            if (!NORMED || n + 1 < steps) continue;
+            square = simd_sum(square);
+            if (in.lane == 0) squares[t * RING_WORKERS + sg] = square;
+            square = 0.0f;
+        }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);        // this worker's columns are there
 }
 
-// Where four lanes have decoded the groups of a unit, hands codes and scales to all: then each lane
-// has those of a left operand, and those of its two rows
-QUANT_INLINE void hand_out(int fa, int fb, thread const uint *qa, thread const uint *qb,
-        thread const float *da, thread const float *db, threadgroup uint *own, uint lane) {
-    int row = lane / 4, group = lane % 4;
-    threadgroup uint *codes = own + group * CODES_STEP + 16 * row;
-    threadgroup uint *scales = own + 4 * CODES_STEP + group * SCALES_STEP + 4 * row;
-    float4 first = {da[0], da[2], db[0], db[2]}, second = {da[1], da[3], db[1], db[3]};
-    simdgroup_barrier(mem_flags::mem_threadgroup);        // the last ones are used
-    QUANT_UNROLL for (int j = 0; j < 4; j++) {
-        uint4 four = {code_bytes(fa, qa[j]), code_bytes(fb, qb[j]), code_bytes(fa, qa[j + 4]),
-                      code_bytes(fb, qb[j + 4])};
-        *(threadgroup uint4 *)(codes + 4 * j) = four;
+// Takes the inputs that a threadgroup's rows need, n from number t0 on
+static inline void ring_take(struct ring_memory m, device const float *x,
+        device const float *weights, int t0, int n, int team, int worker, uint tid, uint lane,
+        constant struct product_args *a) {
+    if (PACKED) {                                         // squares, and inputs behind them
+        int floats = FEW * RING_WORKERS + input_floats(a);
+        input_wait();
+        if (tid == 0)
+            mbarrier_copy(m.arrived, (threadgroup uchar *)m.squares, (device const uchar *)x,
+                          4 * floats);
+        mbarrier_wait(m.arrived, 0);
+        return;
     }
-    *(threadgroup float4 *)scales = first;
-    if (format_halves(fa) || format_halves(fb))
-        *(threadgroup float4 *)(scales + 4 * SCALES_STEP) = second;
-    simdgroup_barrier(mem_flags::mem_threadgroup);        // they are there
+    x += (ulong)t0 * a->x_step;
+    struct row_input in = {x, weights, NORMED, a->cols, 0.0f, lane, m.inputs};
+    int all = div_up(n - team, TEAMS) * worker_steps(a->cols, worker);
+    ring_stage(in, team, TEAMS, 0, all, m.inputs, m.squares, worker, a);
+    if (TEAMS > 1) { workers_barrier(workers() * SIMD_LANES); }   // each team has staged some
 }
 
-// Adds the products of a unit that was handed out; x: the first of its groups, `size` floats apart
-QUANT_INLINE void unit_dot(int fa, int fb, threadgroup const uint *own, threadgroup const float *x,
-        int size, uint lane, thread float *acc) {
-    threadgroup const uint *scales = own + 4 * CODES_STEP + lane / 4 * 4;
-    QUANT_UNROLL for (int g = 0; g < 4; g++, scales += SCALES_STEP) {
-        float4 first = *(threadgroup const float4 *)scales, second = first;
-        if (format_halves(fa) || format_halves(fb))
-            second = *(threadgroup const float4 *)(scales + 4 * SCALES_STEP);
-        float da[4] = {first[0], second[0], first[1], second[1]};
-        float db[4] = {first[2], second[2], first[3], second[3]};
-        uint4 four = *(threadgroup const uint4 *)(own + g * CODES_STEP + 4 * lane);
-        uint codes[4] = {four[0], four[1], four[2], four[3]};
-        few_dot(fa, fb, codes, da, db, x + g * size, lane, acc + 2 * g);
-    }
-}
-
-// Adds a worker's share of a piece: for lane l acc[0] of row l / 4 and acc[1] of row l / 4 + 8, or
-// those of few_dot. ra and rb are these rows' places in the slot; x is the piece's staged input, of
-// all workers or, if there are SETS, of this one; `own` is this worker's memory. It arrives at
-// is_free when it has read the slot.
+// Adds a worker's share of a piece to acc, as codes_dot says. ra and rb: where rows l / 4 and
+// l / 4 + 8 of a team are in the slot; x: the piece's staged input.
 QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra,
-        threadgroup const uchar *rb, threadgroup mbarrier *is_free, int groups,
-        threadgroup const float *x, threadgroup const float *zeros, threadgroup uint *own, uint sg,
-        uint lane, thread float *acc) {
-    int span = ring_span(RING), spans = groups / span, padded = div_up(spans, 4) * 4;   // as x is
-    int size = ring_group(SETS), turn = 4 * RING_WORKERS, mine = lane % 4;
-    bool odd = lane / 4 % 2, own_column = (int)lane / 8 == mine;   // of codes_dot's right operand
+        threadgroup const uchar *rb, int groups, threadgroup const float *x,
+        threadgroup const float *zeros, uint sg, uint lane, thread float *acc) {
+    int span = ring_span(PER_CORE), spans = groups / span, mine = lane % 4;
+    bool second = lane / 4 % 2, own = (int)lane / 8 == mine;   // this lane's column in codes_dot
+    bool zero = !own || (second && tokens_met() == 1);
     // past the row's end x is 0, and groups repeat the last
-    for (int i = 4 * sg; i < padded; i += turn, x += SETS ? 4 * span * size : 0) {
+    for (int i = 4 * sg; i < div_up(spans, 4) * 4; i += 4 * RING_WORKERS) {
         uint inside = min(i + mine, spans - 1), qa[2][8], qb[2][8];
         float da[2][4], db[2][4];                         // scales, offsets
-        QUANT_UNROLL for (int h = 0; h < span + (SETS ? 1 : 0); h++) {
-            if (h < span) {
-                group_decode(fa, ra, span * inside | h, qa[h], da[h], da[h] + 2);
-                group_decode(fb, rb, span * inside | h, qb[h], db[h], db[h] + 2);
-            }
-            if (!SETS) {
-                threadgroup const float *group = x + (span * (i + mine) + h) * size;
-                threadgroup const float *low = own_column ? group + 8 * odd : zeros;
-                threadgroup const float *high = own_column && !odd ? group + 16 : zeros;
-                codes_dot(fa, fb, qa[h], qb[h], da[h], db[h], group, low, high, acc);
-                continue;
-            }
-            if (h > 0)                                    // meanwhile the next is decoded
-                unit_dot(fa, fb, own, x + (h - 1) * size, span * size, lane, acc);
-            if (h == span - 1 && i + turn >= padded) mbarrier_arrive(is_free);
-            if (h < span) hand_out(fa, fb, qa[h], qb[h], da[h], db[h], own, lane);
+        QUANT_UNROLL for (int h = 0; h < span; h++) {
+            threadgroup const float *group = x + (span * (i + mine) + h) * ring_group(tokens_met());
+            threadgroup const float *right = zero ? zeros : group + (second ? RING_GROUP : 0);
+            group_decode(fa, ra, span * inside | h, qa[h], da[h], da[h] + 2);
+            group_decode(fb, rb, span * inside | h, qb[h], db[h], db[h] + 2);
+            codes_dot(fa, fb, qa[h], qb[h], da[h], db[h], group, right, acc);
         }
     }
-    if (!SETS || 4 * (int)sg >= padded) mbarrier_arrive(is_free);
 }
 
-// The same for piece p of a tile, which gives its slot back
-QUANT_INLINE void ring_piece(struct ring_tile t, int expert, int p, threadgroup mbarrier *full,
-        threadgroup mbarrier *is_free, threadgroup const uchar *slots,
-        threadgroup const float *x, threadgroup const float *zeros, threadgroup uint *own, uint sg,
-        uint lane, constant struct product_args *a, struct ring_place at, thread float *acc) {
-    int la = lane / 4, lb = la + RING_TILE / 2;           // rows past the tile's repeat the last
-    int ia = min(slot_row(la), t.n - 1), ib = min(slot_row(lb), t.n - 1);
+// The rows of a slot that lane l has are team_row(team, l) and, RING_TILE / 2 on, another
+static inline int team_row(int team, uint lane) { return RING_TILE * team + (int)lane / 4; }
+
+// The same for a team's rows of piece p of a tile, when the slot is full; there may be none
+QUANT_INLINE void ring_piece(struct ring_memory m, struct ring_place at, struct ring_tile t,
+        int team, int expert, int p, threadgroup const float *x, uint sg, uint lane,
+        constant struct product_args *a, thread float *acc) {
+    int la = team_row(team, lane), lb = la + RING_TILE / 2;
+    int ia = min(slot_row(la), t.n - 1), ib = min(slot_row(lb), t.n - 1);   // behind: the last
     int sa = la - slot_row(la) + ia, sb = lb - slot_row(lb) + ib;   // in the slot
     constant struct kernel_matrix *ma = &a->w[slot_matrix(la, t)], *mb = &a->w[slot_matrix(lb, t)];
     uint start_a = row_start(ma, expert, t.row + ia), start_b = row_start(mb, expert, t.row + ib);
-    threadgroup const uchar *slot = slots + at.slot * RING_TILE * a->stride;
-    threadgroup const uchar *ra = slot + sa * a->stride + (start_a + p * ma->piece) % 16;
-    threadgroup const uchar *rb = slot + sb * a->stride + (start_b + p * mb->piece) % 16;
-    int groups = min(a->piece, a->cols - p * a->piece) / 32;
-    mbarrier_wait(&full[at.slot], at.round % 2);
+    threadgroup const uchar *slot = m.slots + at.slot * slot_rows() * a->stride;
+    threadgroup const uchar *ra = slot + sa * a->stride + (start_a + p * ma->piece_bytes) % 16;
+    threadgroup const uchar *rb = slot + sb * a->stride + (start_b + p * mb->piece_bytes) % 16;
+    int groups = min(a->piece_cols, a->cols - p * a->piece_cols) / 32;
+    mbarrier_wait(&m.full[at.slot], at.round % 2);
     // matrices of one format share their code: a small program starts sooner
-#define DOT(fa, fb) \
-    ring_dot(fa, fb, ra, rb, &is_free[at.slot], groups, x, zeros, own, sg, lane, acc)
-    if (IS_GLU) DOT(FORMAT_0, FORMAT_1);
+#define DOT(fa, fb) ring_dot(fa, fb, ra, rb, groups, x, m.zeros, sg, lane, acc)
+    if (TEAMS > 1 && slot_row(RING_TILE * team) >= t.n) {}   // none
+    else if (IS_GLU) DOT(FORMAT_0, FORMAT_1);
     else if (t.which == 0 || (t.which == 1 ? FORMAT_1 : FORMAT_2) == FORMAT_0)
         DOT(FORMAT_0, FORMAT_0);
     else if (t.which == 1) DOT(FORMAT_1, FORMAT_1);
     else DOT(FORMAT_2, FORMAT_2);
 #undef DOT
+    mbarrier_arrive(&m.is_free[at.slot]);
 }
 
-// Writes a worker's sums of a tile for ring_result: a row's lie `step` apart
-QUANT_INLINE void ring_meet(struct ring_tile t, thread float *acc, int step, uint lane,
+// Writes a worker's sums of a tile for ring_finish: a row's lie `step` apart
+QUANT_INLINE void ring_meet(struct ring_tile t, int team, thread float *acc, int step, uint lane,
         threadgroup float *sums) {
-    int la = lane / 4, lb = IS_GLU ? la : la + RING_TILE / 2;   // rows in the tile
-    QUANT_UNROLL for (int i = 0; i < 2; i++) {
-        int row = i ? lb : la;
-        if (!SETS) {
-            float v = acc[i] + simd_shuffle_xor(acc[i], 1);
-            v += simd_shuffle_xor(v, 2);
-            if (lane % 4 == 0 && row < t.n) sums[row * step + (IS_GLU ? i : 0)] = v;
-        }
-        QUANT_UNROLL for (int set = 0; set < SETS; set++) {
-            thread float *of = acc + 8 * set + i;         // of the unit's four groups
-            float v = (of[0] + of[2]) + (of[4] + of[6]);
-            int token = SET_TOKENS * set + (int)lane % 4;
-            if (row < t.n) sums[token * sums_met() + row * step + (IS_GLU ? i : 0)] = v;
-        }
+    QUANT_UNROLL for (int i = 0; i < 2 * tokens_met(); i++) {
+        int row = slot_row(team_row(team, lane) + RING_TILE / 2 * (i % 2));
+        float v = acc[i] + simd_shuffle_xor(acc[i], 1);
+        v += simd_shuffle_xor(v, 2);
+        if (lane % 4 == 0 && row < t.n)
+            sums[i / 2 * sums_met() + row * step + (IS_GLU ? i % 2 : 0)] = v;
     }
 }
 
-// Copies this worker's columns of piece p of the staged inputs: lane k those of turn k
-static inline void chunk_copy(threadgroup mbarrier *arrived, threadgroup float *to,
-        device const float *staged, int p, uint sg, uint lane, constant struct product_args *a) {
-    int turn = 4 * ring_span(RING), groups = ring_chunk(a->piece, RING);
-    int from = p * a->piece / 32 + ((int)lane * RING_WORKERS + (int)sg) * turn;
-    int left = ring_padded(a->cols, RING) / 32 - from, size = ring_group(SETS);
-    if ((int)lane * turn >= groups) return;
-    to += (int)lane * turn * size;
-    staged += (ulong)max(min(from, from + left), 0) * size;
-    mbarrier_copy(arrived, (threadgroup uchar *)to, (device const uchar *)staged,
-                  4 * size * max(min(left, turn), 0));
+// Computes a worker's share of rows from .. to - 1 of all, which meet at the next barrier; x0: the
+// number of the first input that is there
+QUANT_INLINE void ring_rows(struct ring_memory m, thread struct ring_place *at,
+        device const int *chosen, int first, int end, int from, int to, int x0, int team,
+        int worker, uint lane, constant struct product_args *a) {
+    int step = IS_GLU ? 2 : 1, group = ring_group(tokens_met());
+    for (int r = from, n; r < to; r += n) {
+        float acc[2 * FEW];
+        struct ring_tile t = tile_at(r, first, end, a);
+        int expert = EXPERTS ? chosen[t.t] : 0, own = EXPERTS ? input_of(t.t, a) - x0 : 0;
+        threadgroup const float *x = m.inputs + own * input_floats(a);
+        n = t.n;
+        QUANT_UNROLL for (int i = 0; i < 2 * tokens_met(); i++) acc[i] = 0.0f;
+        for (int p = 0; p < a->pieces; p++, x += a->piece_cols / 32 * group) {
+            ring_piece(m, *at, t, team, expert, p, x, worker, lane, a, acc);
+            ring_step(at, a->slots);
+        }
+        ring_meet(t, team, acc, step, lane,
+                  m.sums + worker * ring_sums(TEAMS) + (r - from) * step);
+    }
 }
 
+// The buffers of what is done with a product
+struct ring_ends {
+    device const float *bias0, *bias1, *bias2, *scale0, *scale1, *other;
+    device float *y0, *y1, *y2;
+};
+
 // A row's product from the sums of all workers; see gemv_product
-static inline float ring_result(threadgroup const float *sums, int which, int row, int expert,
-        float scale, device const float *bias, device const float *scales,
-        constant struct product_args *a) {
-    constant struct kernel_matrix *m = &a->w[which];
+static inline float ring_sum(threadgroup const float *sums, int which, int row, int expert,
+        float scale, thread const struct ring_ends *ends, constant struct product_args *a) {
+    constant struct kernel_matrix *w = &a->w[which];
+    device const float *bias = OF_THREE(which, ends->bias0, ends->bias1, ends->bias2);
     float sum = 0.0f;
-    for (int i = 0; i < RING_WORKERS; i++) sum += sums[i * ring_sums(SETS)];
-    sum *= SCALES >> which & 1 ? scale * m->scale * scales[expert] : scale * m->scale;
-    if (BIASES >> which & 1) sum += bias[expert * m->bias_step + row];
+    for (int i = 0; i < RING_WORKERS; i++) sum += sums[i * ring_sums(TEAMS)];
+    scale *= w->scale;
+    if (SCALES >> which & 1) scale *= (which == 1 ? ends->scale1 : ends->scale0)[expert];
+    sum *= scale;
+    if (BIASES >> which & 1) sum += bias[expert * w->bias_step + row];
     return sum * a->factor;
 }
 
-// What gemv computes, with the same buffers, for one token; or, if there are SETS, for `few` tokens
-// whose inputs ring_inputs has staged in x if STAGED. Each expert that they have chosen is read
-// once, and meets all of them; what a token has not chosen is dropped. Grid: one or two
-// threadgroups for each core of the GPU, `units` in all.
+// The result that a thread writes, if it `has` one: of the first row of tile t, for a token; its
+// staged input; where its sums begin, and where it goes
+struct ring_own { struct ring_tile t; int token, input, expert, sums; ulong y; bool has; };
+static inline struct ring_own own_result(device const int *chosen, int first, int end, int from,
+        int to, int x0, uint tid, constant struct product_args *a) {
+    int row = from + (int)tid % rows_met(), token = tid / rows_met();
+    struct ring_tile t = tile_at(min(row, end - 1), first, end, a);
+    struct ring_own own = {t, token, token, EXPERTS ? chosen[t.t] : 0,
+                           token * sums_met() + (row - from) * (IS_GLU ? 2 : 1),
+                           (ulong)(t.t + token) * a->w[t.which].out_step + t.row,
+                           row < to && token < (TOKENS > 1 ? a->few : 1)};
+    if (EXPERTS) own.input = input_of(t.t, a) - x0;
+    return own;
+}
+
+// Writes it; `before` is what the epilogue adds
+static inline void ring_finish(struct ring_memory m, struct ring_own own, float before,
+        thread const struct ring_ends *ends, constant struct product_args *a) {
+    threadgroup const float *sums = m.sums + own.sums;
+    device float *y = OF_THREE(own.t.which, ends->y0, ends->y1, ends->y2);
+    int which = IS_GLU ? 1 : own.t.which;
+    float square = 0.0f, scale = 1.0f;
+    if (!own.has) return;
+    for (int i = 0; NORMED && i < RING_WORKERS; i++)
+        square += m.squares[own.input * RING_WORKERS + i];
+    if (NORMED) scale = rsqrt(square / (float)a->cols + a->eps);
+    if (IS_GLU) before = ring_sum(sums, 0, own.t.row, own.expert, scale, ends, a);
+    float v = ring_sum(sums + IS_GLU, which, own.t.row, own.expert, scale, ends, a);
+    finish(y + own.y, v, &a->end, before);
+}
+
+// What gemv computes, with the same buffers, for one token or, if TOKENS is more, for `few`: their
+// inputs are in x, or PACKED by ring_inputs. EXPERTS: for the choices of a few tokens, as one token
+// each, as a threadgroup's rows seldom belong to more than two of them. Grid: one or two
+// threadgroups for each core of the GPU, `groups` in all.
 kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
         device float *y0, device float *y1, device float *y2,                     // 8 to 10
-        device const float *other, device const float *norm_bias, device const int *chosen,
-        device const float *scale0, device const float *scale1,                   // 14, 15
+        device const float *other, device const int *chosen,                      // 11, 12
+        device const float *scale0, device const float *scale1,
         constant struct product_args *a, PLACE) {
-    threadgroup mbarrier *full = (threadgroup mbarrier *)shared, *is_free = full + RING_SLOTS;
-    threadgroup float *zeros = shared + 4 * RING_SLOTS, *squares = zeros + SIMD_LANES;
-    threadgroup float *sums = squares + FEW * RING_WORKERS;
-    threadgroup int *choices = (threadgroup int *)(sums + 2 * RING_WORKERS * ring_sums(SETS));
-    int listed = EXPERTS && SETS ? a->listed : 0;
-    threadgroup float *xs = (threadgroup float *)(choices + ring_list(listed));
-    threadgroup const int *list = choices + 2 * listed;
-    threadgroup uchar *slots = (threadgroup uchar *)(shared +
-        ring_floats(a->cols, a->piece, RING, SETS, TEAMS, a->inputs, listed));
-    // if there are SETS, xs is: mbarriers for a worker's chunks, what all workers hand out, chunks;
-    // the teams have chunks in common
-    int chunk = ring_chunk(a->piece, RING) * ring_group(SETS), tokens = SETS ? a->few : 1;
-    int worker = sg % RING_WORKERS, team = sg / RING_WORKERS, workers = TEAMS * RING_WORKERS;
-    threadgroup mbarrier *arrived = (threadgroup mbarrier *)xs + 2 * RING_INPUTS * worker;
-    threadgroup mbarrier *given = arrived + RING_INPUTS;  // back, by all teams
-    threadgroup float *exchange = xs + 4 * RING_INPUTS * RING_WORKERS;
-    threadgroup float *chunks = exchange + EXCHANGE * workers + worker * a->inputs * chunk;
-    threadgroup uint *own = (threadgroup uint *)(exchange + EXCHANGE * (int)sg);
-    if ((int)tid < a->slots) mbarrier_init(&full[tid], RING_TILE);
-    if ((int)tid < a->slots) mbarrier_init(&is_free[tid], RING_WORKERS * SIMD_LANES);
-    if (STAGED && team == 0 && (int)lane < a->inputs) {
-        mbarrier_init(&arrived[lane], ring_chunk(a->piece, RING) / (4 * ring_span(RING)));
-        mbarrier_init(&given[lane], TEAMS * SIMD_LANES);
-    }
-    if (tid < SIMD_LANES) zeros[tid] = 0.0f;
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // the mbarriers are there
-    int matrices = a->each;                               // of experts
-    if (EXPERTS && (SETS || (int)sg >= workers)) { input_wait(); }        // for the choice
-    if (EXPERTS && SETS) matrices = list_experts(chosen, listed, choices, tid, nsg * SIMD_LANES);
-    uint all = a->w[0].rows * matrices + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
-    int first = all * tg / a->units, end = all * (tg + 1) / a->units;   // below 2^32, see run_ring
-    if ((int)sg >= workers) {
-        int i = (sg - workers) * (RING_TILE / RING_COPIERS) + lane;
-        if (lane < RING_TILE / RING_COPIERS)
-            ring_copy(full, is_free, slots, w0, w1, w2, chosen, list, first, end, i, a);
+    struct ring_memory m = ring_parts(shared, a);
+    struct ring_ends ends = {bias0, bias1, bias2, scale0, scale1, other, y0, y1, y2};
+    uint all = a->w[0].rows * a->tokens + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
+    int first = all * tg / a->groups, end = all * (tg + 1) / a->groups;   // below 2^32: run_ring
+    ring_set_up(m, tid, a);
+    if ((int)sg >= workers()) {
+        int rows = slot_rows() / RING_COPIERS, i = ((int)sg - workers()) * rows + (int)lane;
+        if (EXPERTS) { input_wait(); }                    // for the choice
+        if ((int)lane < rows) ring_feed(m, w0, w1, w2, chosen, first, end, i, a);
         return;
     }
-    bool resident = !SETS || a->inputs == a->pieces;      // else chunks come again
-    if (STAGED) {
-        input_wait();
-        for (int p = 0; team == 0 && p < a->inputs; p++)
-            chunk_copy(&arrived[p], chunks + p * chunk, x + FEW * RING_WORKERS, p, worker, lane, a);
-        if (team == 0 && (int)lane < tokens)
-            squares[lane * RING_WORKERS + worker] = x[lane * RING_WORKERS + worker];
-    } else {
-        struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, 0.0f, lane, xs};
-        ring_stage(in, team, tokens, SETS ? chunks : xs, squares, worker, 0,
-                   worker_steps(a->cols, worker), a);
-        if (TEAMS > 1) { workers_barrier(workers * SIMD_LANES); }
-    }
+    int worker = sg % RING_WORKERS, team = sg / RING_WORKERS, rows = a->w[0].rows;
+    int x0 = EXPERTS ? input_of(first / rows, a) : 0, inputs = TOKENS > 1 ? a->few : 1;
+    if (EXPERTS) inputs = input_of((end - 1) / rows, a) + 1 - x0;
+    ring_take(m, x, weights, x0, inputs, team, worker, tid, lane, a);
     struct ring_place at = {0, 0};
-    if (team > 0) ring_step(&at, a->slots);
-    int step = IS_GLU ? 2 : 1, half_way = RING_WORKERS * ring_sums(SETS);   // of a row, a buffer
-    int used = 0;                                         // chunks that have been
+    int other_buffer = RING_WORKERS * ring_sums(TEAMS);
     for (int from = first; from < end; from += rows_met()) {
-        // a thread for each row and token
-        int row = from + (int)tid % rows_met(), token = tid / rows_met();
-        struct ring_tile mine = tile_at(min(row, end - 1), first, end, a);
-        int e = tile_expert(chosen, list, mine.t), to = min(from + rows_met(), end);
-        bool has = row < to && token < tokens;
-        int y_row = mine.t + token;
-        if (EXPERTS && SETS && has) y_row = choice_of(choices, token, e, a->each);
-        has = has && y_row >= 0;
-        ulong at_y = (ulong)y_row * a->w[mine.which].out_step + mine.row;
-        float before = has && EPILOGUE == EPILOGUE_ADD ? other[at_y] : 0.0f;
-        for (int r = from, n; r < to; r += n) {
-            float acc[16];
-            struct ring_tile t = tile_at(r, first, end, a);
-            int row = r - from;
-            bool two = has_second(r, t.n, first, end), idle = team > 0 && !two;
-            n = t.n;
-            if (two) {
-                struct ring_tile second = tile_at(r + n, first, end, a);
-                n += second.n;
-                if (team > 0) row += t.n, t = second;
-            }
-            int expert = tile_expert(chosen, list, t.t);
-            QUANT_UNROLL for (int i = 0; i < 16; i++) acc[i] = 0.0f;
-            for (int p = 0; p < a->pieces; p++, used++) {
-                int c = resident ? p : used % a->inputs;
-                threadgroup const float *xp = xs + p * a->piece / 32 * RING_GROUP;
-                if (SETS) xp = chunks + c * chunk;
-                if (STAGED) mbarrier_wait(&arrived[c], resident ? 0 : used / a->inputs % 2);
-                if (!idle)
-                    ring_piece(t, expert, p, full, is_free, slots, xp, zeros, own, worker, lane, a,
-                               at, acc);
-                for (int i = 0; i < (two ? 2 : 1); i++) ring_step(&at, a->slots);
-                int next = p + a->inputs;                 // which takes this chunk's place
-                if (resident || (next >= a->pieces && r + n >= end)) continue;
-                mbarrier_arrive(&given[c]);
-                if (team > 0) continue;
-                mbarrier_wait(&given[c], used / a->inputs % 2);
-                chunk_copy(&arrived[c], chunks + c * chunk, x + FEW * RING_WORKERS,
-                           next % a->pieces, worker, lane, a);
-            }
-            threadgroup float *met = sums + worker * ring_sums(SETS) + row * step;
-            if (!idle) ring_meet(t, acc, step, lane, met);
-        }
-        workers_barrier(workers * SIMD_LANES);            // all sums are there
-        if (has) {
-            int which = IS_GLU ? 1 : mine.which;
-            threadgroup const float *own = sums + token * sums_met() + (row - from) * step;
-            device float *y = OF_THREE(mine.which, y0, y1, y2);
-            float square = 0.0f, scale = 1.0f;
-            for (int i = 0; i < RING_WORKERS; i++) square += squares[token * RING_WORKERS + i];
-            if (NORMED && !norm_first()) scale = rsqrt(square / (float)a->cols + a->eps);
-            if (IS_GLU) before = ring_result(own, 0, mine.row, e, scale, bias0, scale0, a);
-            device const float *bias = OF_THREE(which, bias0, bias1, bias2);
-            float v = ring_result(own + step - 1, which, mine.row, e, scale, bias,
-                                  IS_GLU ? scale1 : scale0, a);
-            finish(y + at_y, v, &a->end, before);
-        }
-        sums += half_way;                                 // the other buffer
-        half_way = -half_way;
+        int to = min(from + rows_met(), end);
+        struct ring_own own = own_result(chosen, first, end, from, to, x0, tid, a);
+        float before = own.has && EPILOGUE == EPILOGUE_ADD ? other[own.y] : 0.0f;
+        ring_rows(m, &at, chosen, first, end, from, to, x0, team, worker, lane, a);
+        workers_barrier(workers() * SIMD_LANES);          // all sums are there
+        ring_finish(m, own, before, &ends, a);
+        m.sums += other_buffer;
+        other_buffer = -other_buffer;
     }
 }
 
-// Stages the inputs of a few tokens for gemv_ring, after their norm, as its workers do for one:
-// staged[FEW][RING_WORKERS] has the workers' sums of squares; then come groups, each with all
-// tokens. Grid: a SIMD-group for each worker of a token, or without a norm for each of its turns,
-// `units` of a token.
-kernel void ring_inputs(device const float *x, device const float *weights,
-        device const float *norm_bias, device float *staged, constant struct product_args *a,
-        PLACE) {
-    int t = tg / a->units, turn = tg % a->units / RING_WORKERS, worker = tg % RING_WORKERS;
-    int end = worker_steps(a->cols, worker), first = turn * ring_span(RING);
-    struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, 0.0f, lane, shared};
-    if (!NORMED) end = min(end, first + ring_span(RING));
-    ring_stage(in, t, t + 1, staged + FEW * RING_WORKERS, staged, worker, first, end, a);
+// Packs the inputs of a few tokens for gemv_ring, after their norm, as its workers stage them:
+// packed[FEW][RING_WORKERS] has the workers' sums of squares; then come the inputs. Grid: a
+// SIMD-group for each worker of a token, or without a norm for each of its turns, `groups` of a
+// token.
+kernel void ring_inputs(device const float *x, device const float *weights, device float *packed,
+        constant struct product_args *a, PLACE) {
+    int t = tg / a->groups, turn = tg % a->groups / RING_WORKERS, worker = tg % RING_WORKERS;
+    int end = worker_steps(a->cols, worker), first = turn * ring_span(PER_CORE);
+    struct row_input in = {x, weights, NORMED, a->cols, 0.0f, lane, shared};
+    if (!NORMED) end = min(end, first + ring_span(PER_CORE));
+    ring_stage(in, t, 0, first, end, packed + FEW * RING_WORKERS, packed, worker, a);
 }
 #endif
 
@@ -1849,11 +1683,10 @@ QUANT_INLINE void head_norm(int which, thread const float *w, thread const float
 
 // QK norm and RoPE of one head by one SIMD-group. Lane l gets pairs l, l + 32, ... in v, each of
 // them rotated: (x0 * cos - x1 * sin, x0 * sin + x1 * cos). angles[n_rot / 2][2] are the cosine and
-// sine of each pair's angle, from the host. Where qk_norm has run, it has applied the limit.
+// sine of each pair's angle, from the host.
 QUANT_INLINE void head_rope(int which, int head, device const float *x, device const float *w,
         device const float *bias, device const float *angles, constant struct attention_args *a,
         uint lane, thread float *v) {
-    float limit = QK_NORMED >> which & 4 ? 0.0f : a->limit;
     float ws[HEAD_MAX / SIMD_LANES], biases[HEAD_MAX / SIMD_LANES], turns[HEAD_MAX / SIMD_LANES];
     int own = head * (which ? a->k_step : a->q_step);
     int pairs = PAIRING == ROPE_NONE ? 0 : a->n_rot / 2;
@@ -1867,7 +1700,7 @@ QUANT_INLINE void head_rope(int which, int head, device const float *x, device c
     input_wait();
     QUANT_UNROLL for (int i = 0; i < lane_numbers(); i++)
         if (pair_inside(i, lane))
-            v[i] = limited(x[pair_index(lane_pair(i, lane), i % 2, a->n_rot)], limit);
+            v[i] = x[pair_index(lane_pair(i, lane), i % 2, a->n_rot)];
     if (!QK_LATE) head_norm(which, ws, biases, a, lane, v);
     QUANT_UNROLL for (int i = 0; i < lane_numbers(); i += 2) {
         float x0 = v[i], x1 = v[i + 1], c = turns[i], s = turns[i + 1];
@@ -1876,25 +1709,6 @@ QUANT_INLINE void head_rope(int which, int head, device const float *x, device c
         v[i + 1] = x0 * s + x1 * c;
     }
     if (QK_LATE) head_norm(which, ws, biases, a, lane, v);
-}
-
-// QK norm over a whole projection, in place: q[n][n_head][query_step] and k[n][n_kv][HEAD_DIM].
-// Grid: a threadgroup for each token's Q, and one for its K.
-kernel void qk_norm(device const float *q_norm, device const float *k_norm,
-        device const float *q_bias, device const float *k_bias, device float *k, device float *q,
-        constant struct attention_args *a, PLACE) {
-    int which = tg % 2, heads = which ? a->n_kv : a->n_head, cols = heads * HEAD_DIM;
-    int step = which ? HEAD_DIM : query_step();
-    device float *x = (which ? k : q) + (ulong)(tg / 2) * (heads * step);
-    device const float *w = which ? k_norm : q_norm;
-    device const float *bias = which ? k_bias : q_bias;
-    if (!(QK_NORMED >> which & 4)) return;                // the whole threadgroup
-    float mean, scale = norm_scale(x, step, a->limit, cols, a->eps, shared, nsg, sg, lane, &mean);
-    for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
-        int at = row_index(i, step);
-        x[at] = (limited(x[at], a->limit) - mean) * scale * w[i];
-        if (BIASES >> which & 1) x[at] += bias[i];
-    }
 }
 
 // Does a query at pos_q see the key at pos_k (-1: an empty row)? It sees itself, window - 1 before
@@ -1906,7 +1720,7 @@ static inline bool visible(int pos_k, int pos_q, constant struct attention_args 
 }
 
 // the row for a position: the first `keep` rows are pinned, in the others positions go round
-static inline int ring_row(int pos, constant struct attention_args *a) {
+static inline int kv_row(int pos, constant struct attention_args *a) {
     return pos < a->keep ? pos : a->keep + (pos - a->keep) % (a->rows - a->keep);
 }
 
@@ -1916,16 +1730,16 @@ static inline half cached_value(float v) {
     float rounded = (float)(half)v;
     return (half)(0.0f * rounded == 0.0f ? rounded : 0.0f);
 }
-static inline half cached_key(float k, device const float *v, int i,
-        constant struct attention_args *a) {
-    for (; i < VALUE_DIM; i += HEAD_DIM) k += 0.0f * (float)(half)limited(v[i], a->limit);
+static inline half cached_key(float k, device const float *v, int i) {
+    for (; i < VALUE_DIM; i += HEAD_DIM) k += 0.0f * (float)(half)v[i];
     return (half)k;
 }
 
-// 1 + temp * ln(floor((pos + first) / n_ctx) + 1), a factor of the query: see sharpen in llm.c
+// a factor of the query: see sharpen in llm.c
 static inline float temperature(int pos, constant struct attention_args *a) {
-    if (a->temp == 0.0f) return 1.0f;
-    return 1.0f + a->temp * log(floor(((float)pos + a->first) / a->n_ctx) + 1.0f);
+    if (a->sharpen_scale == 0.0f) return 1.0f;
+    float lengths = floor((float)(pos + a->sharpen_next) / a->sharpen_length);
+    return 1.0f + a->sharpen_scale * log(lengths + 1.0f);
 }
 
 // the score of q and k from their product, times log2(e), since exp(x) = exp2(x * log2(e)); `far`
@@ -1993,8 +1807,8 @@ QUANT_INLINE void softmax_add(int n, thread const half4 *k, thread const half4 *
     }
 }
 
-// One step of rows of the ring, from r0 on. rows_see loads their positions, which tell whether any
-// is seen; then rows_load loads all keys and values at once. A row that is not seen may hold
+// One step of rows of the KV ring, from r0 on. rows_see loads their positions, which tell whether
+// any is seen; then rows_load loads all keys and values at once. A row that is not seen may hold
 // anything, even NaN, so a row that is seen is read in its place. Row `slot` is left out: this
 // dispatch writes it, perhaps at this moment.
 struct kv_rows {
@@ -2045,7 +1859,7 @@ QUANT_INLINE void attention_newest(threadgroup const float *k_new, device const 
         int i = lane_quad(e / 4, HEAD_DIM, lane) + e % 4;
         int j = lane_quad(e / 4, VALUE_DIM, lane) + e % 4;
         ks[e / 4][e % 4] = FUSED == 1 ? (half)k_new[i] : k[i];
-        vs[e / 4][e % 4] = FUSED == 1 ? (half)limited(v_new[j], a->limit) : v[j];
+        vs[e / 4][e % 4] = FUSED == 1 ? (half)v_new[j] : v[j];
     }
     QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++)
         softmax_add(1, ks, vs, &seen, &far, 0.0f, a, &state[h]);
@@ -2068,7 +1882,7 @@ QUANT_INLINE void parts_add(thread const struct softmax_part *x, thread struct s
     }
 }
 
-// How many slices of the ring a query at pos has: as many as if its token ran alone.
+// How many slices of the KV ring a query at pos has: as many as if its token ran alone.
 static inline int query_slices(int pos, constant struct attention_args *a) {
     int used = min(pos + 1, a->rows);
     return min(div_up(used, attention_slice(HEAD_DIM, VALUE_DIM)), a->slices);
@@ -2178,7 +1992,7 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int start = now[NOW_POS], pos = start + t, used = min(start + a->n, a->rows);
     int slices = query_slices(pos, a);
     if (slice >= slices) return;                          // the whole threadgroup
-    int slot = FUSED ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
+    int slot = FUSED ? kv_row(pos, a) : -1, rows = attention_step(ROW_LANES);
     threadgroup float *qs = shared, *ks = qs + QUERY_HEADS * HEAD_DIM;
     struct softmax_state state[ATTENTION_HEADS];
     struct kv_rows loaded;
@@ -2193,7 +2007,7 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int r = (slice * nsg + sg) * rows, next = slices * nsg * rows;
     bool newest = FUSED && slice == slices - 1;           // has the new key, besides other rows
     // rows of earlier passes are there; those that rope writes in this one come with the input
-    int fresh = FUSED == 1 ? 0 : a->n, first = ring_row(start, a);
+    int fresh = FUSED == 1 ? 0 : a->n, first = kv_row(start, a);
     int since = r + (int)lane % rows - first;             // rows behind the pass's first
     if (since < 0 && since + first >= a->keep) since += a->rows - a->keep;
     if (!MERGES || simd_max(since >= 0 && since < fresh ? 1 : 0)) { input_wait(); }
@@ -2219,9 +2033,9 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int all = nsg * SIMD_LANES;
     bool writes = FUSED == 1 && newest && unit % per_kv == 0;
     for (int i = tid; writes && i < HEAD_DIM; i += all)
-        k[(ulong)slot * HEAD_DIM + i] = cached_key(ks[i], v_new, i, a);
+        k[(ulong)slot * HEAD_DIM + i] = cached_key(ks[i], v_new, i);
     for (int i = tid; writes && i < VALUE_DIM; i += all)
-        v[(ulong)slot * VALUE_DIM + i] = cached_value(limited(v_new[i], a->limit));
+        v[(ulong)slot * VALUE_DIM + i] = cached_value(v_new[i]);
     if (writes && kv == 0 && tid == 0 && now[NOW_PLACED]) pos_k[slot] = pos;   // not read here
 
     if (newest && sg == nsg - 1)
@@ -2279,7 +2093,7 @@ kernel void latent_row(device float *p, device float *q, device const float *row
     q += query ? head * HEAD_DIM + VALUE_DIM : 0;
     rows += (ulong)t * HEAD_DIM;
     angles += (ulong)t * a->n_rot;
-    k += (ulong)ring_row(pos, a) * HEAD_DIM;
+    k += (ulong)kv_row(pos, a) * HEAD_DIM;
     device const float *x = query ? p + first : rows + VALUE_DIM;
     for (int j = lane; j < a->n_rot / 2; j += SIMD_LANES) {
         int i0 = pair_index(j, 0, a->n_rot), i1 = pair_index(j, 1, a->n_rot);
@@ -2291,7 +2105,7 @@ kernel void latent_row(device float *p, device float *q, device const float *row
     }
     for (int i = lane; query && i < first; i += SIMD_LANES) p[i] *= scale;
     if (query) return;
-    scale = norm_scale(rows, 0, 0.0f, VALUE_DIM, a->eps, 0, 1, 0, lane, &mean);
+    scale = norm_scale(rows, VALUE_DIM, a->eps, 0, 1, 0, lane, &mean);
     float damage = 0.0f;                                  // NaN if a value is not finite
     for (int i = lane; i < VALUE_DIM; i += SIMD_LANES) {
         float v = rows[i] * scale * weights[i];
@@ -2300,7 +2114,7 @@ kernel void latent_row(device float *p, device float *q, device const float *row
     }
     damage = simd_sum(damage);
     if (lane == 0 && damage != 0.0f) k[VALUE_DIM] = (half)damage;   // a number of the key alone
-    if (lane == 0 && now[NOW_PLACED]) pos_k[ring_row(pos, a)] = pos;
+    if (lane == 0 && now[NOW_PLACED]) pos_k[kv_row(pos, a)] = pos;
 }
 
 // ---- 5. ffn_block ----
@@ -2312,7 +2126,7 @@ kernel void latent_row(device float *p, device float *q, device const float *row
 static inline void block_add(int format, int which, device const uchar *w, int cols,
         device const float *v, device float *x, constant struct product_args *a, uint nsg, uint sg,
         uint lane) {
-    struct row_input in = {v, 0, 0, 0, cols, 0.0f, 1.0f, 0.0f, lane, 0};
+    struct row_input in = {v, 0, 0, cols, 0.0f, lane, 0};
     int R = unit_rows(format);
     for (int row = sg * R; row < a->w[which].rows; row += nsg * R) {
         float sum[GEMV_ROWS];
@@ -2336,7 +2150,7 @@ kernel void ffn_block(device const uchar *wo, device const uchar *gate, device c
         device const uchar *down, device const float *att, device const float *weights,
         device float *x, device float *h, constant struct product_args *a, PLACE) {
     int dim = a->w[0].rows, ff = a->w[1].rows;
-    struct row_input in = {x, weights, 0, NORMED, dim, 0.0f, 1.0f, 0.0f, lane, 0};
+    struct row_input in = {x, weights, NORMED, dim, 0.0f, lane, 0};
     float v[GEMV_ROWS];
     block_add(FORMAT_0, 0, wo, a->cols, att, x, a, nsg, sg, lane);
     threadgroup_barrier(mem_flags::mem_device);           // x is whole
@@ -2496,12 +2310,12 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const half *x, device const float *powers,                         // buffers 6, 7
         device float *y0, device float *y1, device float *y2,                     // 8 to 10
-        device const float *other, device const int *expert_tile,                 // 11; [tiles][3]
-        device const int *order, device const float *scales,                      // 13, 14
+        device const float *other, device const int *order,                       // 11, 12
+        device const float *scales, device const int *expert_tile,                // [tiles][3]
         constant struct product_args *a, PLACE) {
     threadgroup int *from = (threadgroup int *)shared;
     threadgroup half *buffers = (threadgroup half *)(shared + TILE_TOKENS);
-    int tiles = a->units, tile = tg % tiles, token = tile * TILE_TOKENS, end = a->tokens;
+    int tiles = a->tiles, tile = tg % tiles, token = tile * TILE_TOKENS, end = a->tokens;
     int n0 = div_up(a->w[0].rows, TILE_ROWS), n1 = n0 + div_up(a->w[1].rows, TILE_ROWS);
     int block = tg / tiles, expert = 0;
     if (EXPERTS == EXPERTS_HEADS) expert = block / n0, block %= n0;
@@ -2553,10 +2367,10 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
     }
 }
 
-// QK norm and RoPE, unless attention is FUSED, and the write to the cache: q[n][n_head][query_step]
-// in place, k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half to their rows of the
-// ring; angles[n][n_rot / 2][2]. Grid: a SIMD-group for each head of a token: queries, keys,
-// values.
+// QK norm, RoPE and the write to the cache, which attention does by itself if FUSED is 1:
+// q[n][n_head][query_step] in place, k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half
+// to their rows of the KV ring; angles[n][n_rot / 2][2]. Grid: a SIMD-group for each head of a
+// token: queries, keys, values.
 kernel void rope(device const float *v_new, device const float *angles,
         device const float *q_norm, device const float *k_norm, device const float *q_bias,
         device const float *k_bias, device const float *k_new, device float *q, device half *k,
@@ -2567,12 +2381,12 @@ kernel void rope(device const float *v_new, device const float *angles,
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
     bool query = h < a->n_head, value = h >= a->n_head + a->n_kv;
     int kv = query ? 0 : (h - a->n_head) % a->n_kv;
-    ulong row = (ulong)kv * a->rows + ring_row(pos, a);
+    ulong row = (ulong)kv * a->rows + kv_row(pos, a);
     v_new += ((ulong)t * a->n_kv + kv) * VALUE_DIM;
     for (int i = lane; value && i < VALUE_DIM; i += SIMD_LANES)
-        v[row * VALUE_DIM + i] = cached_value(limited(v_new[i], a->limit));
+        v[row * VALUE_DIM + i] = cached_value(v_new[i]);
     if (value) return;
-    if (h == a->n_head && lane == 0 && now[NOW_PLACED]) pos_k[ring_row(pos, a)] = pos;
+    if (h == a->n_head && lane == 0 && now[NOW_PLACED]) pos_k[kv_row(pos, a)] = pos;
     float y[HEAD_MAX / SIMD_LANES], scale = query ? temperature(pos, a) : 1.0f;
     q += ((ulong)t * a->n_head + (query ? h : 0)) * query_step();
     k_new += ((ulong)t * a->n_kv + kv) * HEAD_DIM;
@@ -2583,7 +2397,7 @@ kernel void rope(device const float *v_new, device const float *angles,
         int at = pair_index(lane_pair(i, lane), i % 2, a->n_rot);
         if (!pair_inside(i, lane)) continue;
         if (query) q[at] = y[i] * scale;
-        else k[row * HEAD_DIM + at] = cached_key(y[i], v_new, at, a);
+        else k[row * HEAD_DIM + at] = cached_key(y[i], v_new, at);
     }
 }
 
@@ -2616,8 +2430,8 @@ static inline int value_stride(void) {
     return values_in_keys() ? key_stride() : flash_row(VALUE_DIM, flash_ways());
 }
 
-// tile[FLASH_KEYS][flash_row] = rows of the ring from r0 on, copied in the background. Empty rows,
-// which may hold NaN (and 0 * NaN is NaN), become zeros, and so do columns behind the head's.
+// tile[FLASH_KEYS][flash_row] = rows of the KV ring from r0 on, copied in the background. Empty
+// rows, which may hold NaN (and 0 * NaN is NaN), become zeros, and so do columns behind the head's.
 static inline void flash_copy(device const half *from, int dim, int r0, int key, uint tid,
         threadgroup half *tile) {
     const int across = flash_cols(dim, flash_ways()) / 8;
@@ -2763,7 +2577,7 @@ QUANT_INLINE void flash_output(thread const float16x16 *o, int col, int t, int h
 // queries in all: then each SIMD-group has a quarter of the columns of their keys and values, and
 // adds up the four parts of the scores. The ring is taken in tiles of FLASH_KEYS rows; tiles in
 // which no query sees a key are skipped. Scores, maxima, sums and outputs are float; outputs stay
-// in registers. A byte of the ring serves 64 queries (16 of wide heads), not 1 or 2. With two
+// in registers. A byte of the KV ring serves 64 queries (16 of wide heads), not 1 or 2. With two
 // BUFFERS the next tile is copied meanwhile; with one, for Apple's smaller memory, values replace
 // the keys.
 kernel void flash_attention(device const float *q, device const half *k, device const half *v,
@@ -2832,9 +2646,9 @@ kernel void flash_attention(device const float *q, device const half *k, device 
 // A router chooses n_used of n_expert FFNs for each token. Only the GPU knows which: kernels read
 // their numbers from `chosen`, and the host encodes the same dispatches for any choice. For one
 // token, or a few, they are
-//   gemv (norm, router) | choose_experts | gemv (norm, gate, up, activation) |
-//   experts_down (the weighted sum, added to x)
-// and read the weights of the chosen experts only; gemv_ring reads once what several have chosen.
+//   gemv (norm, router) | choose_experts | gemv (norm, gate, up, activation) | gemv (down) |
+//   weigh_experts (the weighted sum, added to x)
+// and read the weights of the chosen experts only.
 // A chunk's choices are sorted by expert, so that gemm decodes an expert's weights once for all its
 // tokens; then each token adds up its results.
 
@@ -2917,42 +2731,6 @@ kernel void weigh_inputs(device const float *x, device const int *order, device 
     if (tid == 0) weight[choice] = 1.0f;
 }
 
-// y[n][dim] = sum over k of weight[k] * (down of expert chosen[k] times up[k]), with the epilogue.
-// A shared expert's product is added, multiplied by the sigmoid of its router's if `weighed`.
-// Grid: a SIMD-group for each unit of rows of each of a few tokens, which only it adds to; those of
-// tokens stand side by side, so that the cache has what several have chosen.
-kernel void experts_down(device const uchar *down, device const uchar *shared_down,
-        device const float *bias0, device const float *bias1, device const float *scale0,
-        device const float *up, device const float *shared_up,                 // up[n][n_used][ff]
-        device const int *chosen, device const float *weight, device const float *route,
-        device const float *other, device float *y, constant struct experts_args *a, PLACE) {
-    int t = tg % a->down.tokens, unit = tg / a->down.tokens * nsg + sg, R = unit_rows(FORMAT_0);
-    int row = unit * R, dim = a->down.w[0].rows;
-    ulong at = (ulong)t * dim + row;                      // of y and other
-    up += (ulong)t * a->down.each * a->down.cols;
-    shared_up += (ulong)t * a->shared_cols;
-    chosen += t * a->down.each;
-    weight += t * a->down.each;
-    struct row_input in = {up, 0, 0, 0, a->down.cols, 0.0f, 1.0f, 0.0f, lane,
-                           shared + sg * X_FLOATS};
-    float v[GEMV_ROWS], sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (row >= dim) return;                               // a whole SIMD-group: no barrier follows
-    for (int k = 0; k < a->down.each; k++, in.x += in.cols) {
-        gemv_product(FORMAT_0, 0, unit, chosen[k], down, bias0, scale0, &in, &a->down, v);
-        for (int r = 0; r < R; r++) sum[r] += weight[k] * v[r];
-    }
-    if (a->shared_cols) {
-        float factor = a->weighed ? sigmoid(route[t]) : 1.0f;
-        in.x = shared_up;
-        in.cols = a->shared_cols;
-        gemv_product(FORMAT_1, 1, unit, 0, shared_down, bias1, 0, &in, &a->down, v);
-        for (int r = 0; r < R; r++) sum[r] += factor * v[r];
-    }
-    for (int r = 0; r < R; r++)
-        if (lane == 0 && row + r < dim)
-            finish(&y[at + r], sum[r], 0, has_other() ? other[at + r] : 0.0f);
-}
-
 // Sorts a chunk's choices by expert: order[i] = token * n_used + k is choice k of a token, and
 // place[order[i]] = i. tile[tiles][3] has an expert (-1: none), and the first and the end of up to
 // a->tile of its choices. One threadgroup: choices are cut into as many pieces as leave a thread
@@ -3000,17 +2778,18 @@ kernel void sort_choices(device const int *chosen, device int *order, device int
 }
 
 // y[n][dim] = the sum of weight * out over a token's choices, plus the shared expert's result, with
-// the epilogue. Grid: a threadgroup for each token.
+// the epilogue; choice i is in row place[i] of out if they are sorted, else in row i. Grid: a
+// threadgroup for each token.
 kernel void weigh_experts(device const float *out, device const float *weight,
         device const int *place, device const float *shared_out, device const float *route,
         device const float *other, device float *y, constant struct weigh_args *a, PLACE) {
     float factor = a->weighed ? sigmoid(route[tg]) : 1.0f;
-    weight += (ulong)tg * a->n_used;
-    place += (ulong)tg * a->n_used;
+    int first = tg * a->n_used;
     for (int j = tid; j < a->dim; j += nsg * SIMD_LANES) {
         ulong at = (ulong)tg * a->dim + j;
         float sum = a->shared ? factor * shared_out[at] : 0.0f;
-        for (int k = 0; k < a->n_used; k++) sum += weight[k] * out[(ulong)place[k] * a->dim + j];
+        for (int i = first; i < first + a->n_used; i++)
+            sum += weight[i] * out[(ulong)(a->sorted ? place[i] : i) * a->dim + j];
         finish(&y[at], sum * a->factor, 0, has_other() ? other[at] : 0.0f);
     }
 }

@@ -1395,7 +1395,7 @@ typedef struct {
 // A ring as it stands after the last of the new tokens. On the GPU these go through rope and
 // attention, or (n >= 8) flash_attention, or (n = 1) the fused kernel; rows that are empty hold NaN
 // there. Letters: q k norm of the heads of Q, of K  w of all at once  o each head its own  b with
-// bias  c LayerNorm  l after RoPE  g gated  t temperature  m limited  v values that begin keys
+// bias  c LayerNorm  l after RoPE  g gated  t temperature  v values that begin keys
 static const AttentionCase ATTENTION[] = {   // heads kv hd vd pos n rows window keep
     {"", 3, 3, 37, 21, 10, 9, 30, 30, 0, true, .n_rot = 0},
     {"", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, .slopes = true, .softcap = 8},
@@ -1419,15 +1419,15 @@ static const AttentionCase ATTENTION[] = {   // heads kv hd vd pos n rows window
     // wide groups, other sizes, and what is rare
     {"", 8, 2, 80, 48, 40, 1, 50, 50, 0, true, .n_rot = 80, ROPE_HALVES},
     {"", 8, 2, 80, 48, 40, 9, 50, 50, 0, true, .n_rot = 80, ROPE_HALVES},
-    {"gm", 10, 2, 100, 100, 33, 1, 40, 40, 0, true, .n_rot = 20, ROPE_PAIRS},
-    {"gm", 10, 2, 100, 100, 33, 9, 50, 50, 0, true, .n_rot = 20, ROPE_PAIRS},
+    {"g", 10, 2, 100, 100, 33, 1, 40, 40, 0, true, .n_rot = 20, ROPE_PAIRS},
+    {"g", 10, 2, 100, 100, 33, 9, 50, 50, 0, true, .n_rot = 20, ROPE_PAIRS},
     {"qklct", 14, 2, 12, 8, 33, 1, 40, 40, 0, true, true, .n_rot = 12, ROPE_HALVES},
     {"qklct", 14, 2, 12, 8, 33, 9, 50, 50, 0, true, true, .n_rot = 12, ROPE_HALVES},
     {"", 32, 2, 4, 20, 33, 1, 40, 40, 0, true, false, true, .n_rot = 4, ROPE_HALVES},
     {"", 32, 2, 4, 20, 33, 9, 50, 50, 0, true, false, true, 5, .n_rot = 4, ROPE_HALVES},
     {"", 142, 2, 4, 4, 20, 1, 30, 30, 0, true, .n_rot = 4, ROPE_HALVES},
     {"", 142, 2, 4, 4, 20, 8, 28, 30, 0, true, .n_rot = 4, ROPE_HALVES},
-    {"qwmb", 3, 3, 112, 64, 33, 1, 40, 40, 0, true, .n_rot = 112, ROPE_HALVES},
+    {"qwb", 3, 3, 112, 64, 33, 1, 40, 40, 0, true, .n_rot = 112, ROPE_HALVES},
     {"kwgbc", 4, 2, 20, 20, 33, 5, 40, 40, 0, true, .n_rot = 12, ROPE_HALVES},
     {"qkobct", 4, 2, 36, 64, 33, 1, 40, 40, 0, true, .n_rot = 36, ROPE_HALVES},
     {"kobg", 4, 2, 20, 20, 33, 9, 50, 50, 0, true, .n_rot = 12, ROPE_HALVES},
@@ -3955,7 +3955,7 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #define workers_barrier(threads) emu_workers(threads, SITE)
 #define HAS_RING
 #define input_wait() soft_show()
-#define exponent_of ilogb
+#define bits_of(x) quant_u32((const uint8_t *)&(float){x})
 #define multiply_bytes(c, a, b) emu_multiply_bytes(SITE, c, a, b)
 #define count_up(p) emu_count(p)
 
@@ -4481,7 +4481,7 @@ static Session *lab_begin(Lab *x) {   // lab_end runs what is encoded from here 
     memset(x->g->now, 0, (NOW_SIZE + FEW * 64) * sizeof *x->g->now);
     x->g->halves = lab_bytes(x->g, 2 << 17);   // more than gemm ever takes here
     x->g->powers = lab_floats(x->g, (1 << 17) / GEMM_K, 1);
-    x->g->staged = lab_bytes(x->g, 4 << 17);
+    x->g->packed = lab_bytes(x->g, 4 << 17);
     x->g->now[NOW_POS] = x->s.pos;
     x->g->now[NOW_PLACED] = 1;
     device_begin(x->g);
@@ -4609,9 +4609,44 @@ static void kernel_embed(Gpu *g, int type) {
     lab_compare("embed", type, x.s.x, want, N * cols, 1e-6);
 }
 
-// The product of n tokens: three matrices with bias and scale; one with residual and soft cap; gate
-// and up, of which gemm gets the gate as it is; one with an activation. gemv (for `one` token, or a
-// few) norms its input.
+// What gemv_ring makes of n inputs: after their norm, if they have one, 32 numbers become codes of
+// up to 127, as in round_32 where a CPU has one instruction for a product and a sum.
+static float *lab_rounded(const float *x, const Norm *norm, int n, int cols) {
+    float *to = need(n * cols * sizeof *to);
+    for (int i = 0; i < n * cols; i++) to[i] = norm && norm->w ? x[i] * norm->w[i % cols] : x[i];
+    for (int i = 0; i < n * cols; i += 32) {
+        const float *row = x + i / cols * cols;
+        double scale = norm ? 1 / sqrt(squares(row, cols) / cols + 1e-5) : 1;
+        float most = 0;
+        for (int j = i; j < i + 32; j++) most = fmaxf(most, fabsf(to[j]));
+        for (int j = i; j < i + 32; j++) {
+            float code = fmaf(to[j], most > 0 ? 127 / most : 0, ROUNDER) - ROUNDER;
+            to[j] = code * scale * most / 127;
+        }
+    }
+    return to;
+}
+
+// v[i] = factor * w[i] x, limited; or v[0] after the epilogue
+static void lab_wanted(const RandomMatrix *w, int k, const float *x, int n, bool one, int act,
+                       Epilogue e, float **v) {
+    bool add = e.kind == EPILOGUE_ADD, glu = e.kind == EPILOGUE_GLU;
+    for (int i = 0; i < k; i++) {
+        v[i] = product_of(&w[i], x, n);
+        for (int j = 0; j < n * w[i].m.rows; j++) {
+            v[i][j] *= e.factor;
+            if (e.kind == EPILOGUE_STORE) v[i][j] = fmaxf(-e.limit, fminf(v[i][j], e.limit));
+        }
+    }
+    for (int j = 0; j < n * w[0].m.rows && e.kind != EPILOGUE_STORE; j++)
+        v[0][j] = add ? e.other[j] + e.softcap * tanh(v[0][j] / e.softcap)
+                  : reference_activation(act, glu && !one ? e.other[j] : v[0][j],
+                                         glu && one ? v[1][j] : v[0][j], glu);
+}
+
+// The product of n tokens: three matrices with bias, scale and a limit; one with residual and soft
+// cap; gate and up, of which gemm gets the gate as it is; one with an activation. gemv (for `one`
+// token, or a few) norms its input.
 static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     bool one = n <= FEW, add = way == EPILOGUE_ADD, glu = way == EPILOGUE_GLU;
     const int rows[3] = {one ? 13 : 71, one ? 13 : 5, 3};
@@ -4621,6 +4656,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     float *in = lab_floats(g, n * cols, 1), *other = lab_floats(g, n * rows[0], wide), *y[3], *v[3];
     const char *name = text_of("%s of %d, tile %d", one ? "gemv" : "gemm", n, tile);
     const float *normed = in;
+    float *h = lab_floats(g, n * cols, 1);
     const Matrix *m[3];
     RandomMatrix w[3];
     Norm norm = lab_norm(g, cols, 0);
@@ -4629,6 +4665,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     x.w = XIELU;
     x.m.config.act = act;
     x.m.config.causal = true;
+    x.m.config.dim = cols;
     x.m.config.norm = type % 3;
     if (type % 2) norm.b = lab_floats(g, cols, 1);
     if (x.m.config.norm == NORM_BARE) norm.w = NULL;
@@ -4644,24 +4681,27 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
         m[i] = &w[i].m;
         y[i] = lab_floats(g, n * rows[i], 9);
         if (!one) round_floats(w[i].f, rows[i] * cols);
-        v[i] = product_of(&w[i], normed, n);
-        for (int j = 0; j < n * rows[i]; j++) v[i][j] *= factor;
     }
-    if (add) cap = sqrt(squares(v[0], n * rows[0]) / (n * rows[0]));   // neither idle nor a step
-    for (int j = 0; j < n * rows[0] && way != EPILOGUE_STORE; j++)
-        v[0][j] = add ? other[j] + cap * tanh(v[0][j] / cap)
-                  : reference_activation(act, glu && !one ? other[j] : v[0][j],
-                                         glu && one ? v[1][j] : v[0][j], glu);
+    if (add || way == EPILOGUE_STORE)   // neither idle nor a step
+        cap = factor * sqrt(squares(product_of(&w[0], normed, n), n * rows[0]) / (n * rows[0]));
     lab_begin(&x);
     lab_late(in, n * cols);
     g->many = way % 2 ? 0 : LONG_LAUNCH;   // in both shapes of gemv_ring
-    g->own_cols = way / 2 ? 0 : OWN_COLS;   // with inputs staged by both
-    if (RECORDER) g->room = smaller(SOFT_ROOM, n > 1 ? SOFT_ROOM : SHARED_BYTES);   // few slots
+    g->own_cols = way / 2 ? 0 : OWN_COLS;   // with inputs in both forms
+    bool twice = RECORDER && SOFT_ROOM && cols == 6144 && n == FEW;   // room for half of them
+    int room = n == 1 ? SHARED_BYTES : twice ? 120 << 10 : SOFT_ROOM;   // the first: few slots
+    if (RECORDER) g->room = smaller(SOFT_ROOM, room);
     if (add) lab_late(other, n * rows[0]);
-    Epilogue e = {.kind = way, .other = other, .factor = factor, .softcap = cap};
-    run_products(&x.s, m, k, (Input){in, one && !add ? &norm : NULL}, y, n, e);
+    Epilogue e = {.kind = way, .other = other, .factor = factor, .softcap = add ? cap : 0,
+                  .limit = add ? 0 : cap};
+    Input input = {in, NULL};
+    if (one && !add) input = run_input(&x.s, in, &norm, h, n);
+    run_products(&x.s, m, k, input, y, n, e);
     lab_end(&x, name);
     lab_tile(name, tile, false);
+    if (twice) LAB_CHECK(times_run("gemv_ring") == 2, "%s: not in two launches", name);
+    if (times_run("gemv_ring")) normed = lab_rounded(input.x, input.norm, n, cols);
+    lab_wanted(w, k, normed, n, one, act, e, v);
     for (int i = 0; i < (glu ? 1 : k); i++)
         lab_compare(name, type, y[i], v[i], n * rows[i], 1e-5);
 }
@@ -4671,7 +4711,7 @@ static void kernel_gemv(Gpu *g, int type) {
         lab_product(g, type, format_cols(type, true), 1, way, 0);
         lab_product(g, type, format_cols(type, true), FEW - way, way, 0);
         lab_product(g, type, format_cols(type, true), 2 + way % 3, way, 0);
-        if (type == 2 && way < 2) lab_product(g, type, 6144, way ? 3 : FEW, way, 0);   // in chunks
+        if (type == 2 && way < 2) lab_product(g, type, 6144, way ? FEW : 3, way, 0);
         if (format_block(type) == 1) lab_product(g, type, 1056, 1, way, 0);
         if (type == FORMAT_Q8_0 || type == 12) lab_product(g, type, STAGED_COLS + 256, 1, way, 0);
     }
@@ -4736,7 +4776,7 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
     bool gated = strchr(t->what, 'g'), whole = strchr(t->what, 'w'), own = strchr(t->what, 'o');
     x->m.config = (Config){
         .norm = strchr(t->what, 'c') ? NORM_LAYER : NORM_RMS, .eps = 1e-5f, .attn_scale = 0.2f,
-        .qk_norm_late = strchr(t->what, 'l'), .clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0,
+        .qk_norm_late = strchr(t->what, 'l'),
         .rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing,   // the layer has none
         .n_rot = t->n_rot, .attn_cap = t->softcap, .causal = t->causal,
         .alibi = t->slopes, .sharpen_length = 8,
@@ -4754,7 +4794,7 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
     }
     x->s = (Session){.pos = t->pos, .k = lab_floats(g, n * KV * hd, 1),
                      .v = lab_floats(g, n * KV * vd, 1), .att = lab_floats(g, n * H * vd, 1),
-                     .q = lab_floats(g, n * H * hd, 1), .mix = lab_floats(g, n * H * hd * 2, 2),
+                     .q = lab_floats(g, n * H * hd, 1), .mix = lab_floats(g, n * H * hd * 2, 1),
                      .z = lab_floats(g, n * H * hd, 1), .angles = {lab_floats(g, n * t->n_rot, 1)}};
     int slices = attention_spread(&x->w, t->rows, true).slices;
     g->parts = lab_floats(g, FEW * H * slices * (vd + 2), 1);
@@ -4852,6 +4892,46 @@ static Session lab_cpu(const Lab *x, Session s, const Layer *w) {
 
 // E experts, of which each of n tokens uses 3, and maybe a shared one. The CPU has their weights
 // as floats, or as gemm has them. Two experts are equal, or all: then the first are chosen.
+// Experts of gemv_ring, each product from the inputs that the GPU has for it. w: weights as floats;
+// weight: of the choices
+static void lab_ring_experts(Lab *x, const Layer *w, const float *in, const Norm *lazy,
+                             const float *weight, const float *other, const float *y, int type) {
+    const Session *s = &x->s;
+    bool weighed = x->m.config.inputs_weighed;
+    int n = s->n, dim = x->m.config.dim, ff = w->ff, used = w->n_used, choices = n * used;
+    for (int c = 0; c < choices + (w->shared_up.data ? n : 0); c++) {
+        bool own = c < choices;
+        int t = own ? c / used : c - choices, e = own ? s->chosen[c] : 0;
+        RandomMatrix m[3] = {{.m = own ? matrix_expert(&w->gate, e) : w->shared_gate},
+                             {.m = own ? matrix_expert(&w->up, e) : w->shared_up},
+                             {.m = own ? matrix_expert(&w->down, e) : w->shared_down}};
+        float *v[2];
+        const float *h = own ? x->g->up + c * ff : s->up + t * ff;
+        const float *out = own ? x->g->gate + c * dim : s->expert_out + t * dim;
+        for (int i = 0; i < 3; i++) m[i].f = (float *)m[i].m.data;
+        float *rounded = lab_rounded(in + t * dim, lazy, 1, dim);
+        for (int i = 0; own && weighed && i < dim; i++) rounded[i] *= weight[c];
+        lab_wanted(m, 2, rounded, 1, true, x->m.config.act,
+                   (Epilogue){.kind = EPILOGUE_GLU, .factor = 1}, v);
+        lab_compare("experts, up", type, h, v[0], ff, 1e-5);
+        lab_compare("experts, down", type, out, product_of(&m[2], lab_rounded(h, NULL, 1, ff), 1),
+                    dim, 1e-5);
+    }
+    for (int t = 0; t < n; t++) {
+        float *want = need(dim * sizeof *want);
+        for (int i = 0; i < dim; i++) {
+            double sum = 0;
+            for (int c = t * used; c < (t + 1) * used; c++)
+                sum += (weighed ? 1.0 : weight[c]) * x->g->gate[c * dim + i];
+            if (w->shared_up.data)
+                sum += s->expert_out[t * dim + i] *
+                       (w->shared_router.data ? 1 / (1 + exp(-s->gathered[t])) : 1);
+            want[i] = other[t * dim + i] + 0.5 * sum;
+        }
+        lab_compare("experts, sum", type, y + t * dim, want, dim, 1e-5);
+    }
+}
+
 static void lab_experts(Gpu *g, int type, int n) {
     enum { USED = 3 };
     const int E = type == FORMAT_F16 ? 40 : 7;
@@ -4866,6 +4946,8 @@ static void lab_experts(Gpu *g, int type, int n) {
     float *scales = type % 5 ? NULL : lab_floats(g, E + 2, 2), *other = lab_floats(g, n * dim, 1);
     float *in = lab_floats(g, n * dim, 1), *y = lab_floats(g, n * dim, 1);
     if (chunk) round_floats(in, n * dim);
+    else if (format_block(type) > 1)   // none is near the middle of two codes, whatever its weight
+        memcpy(in, lab_rounded(in, NULL, n, dim), n * dim * sizeof *in);
     Norm weights = lab_norm(g, dim, 0);
     Layer floats;
     float *route = (float *)router.m.data;
@@ -4907,6 +4989,8 @@ static void lab_experts(Gpu *g, int type, int n) {
         norm(x.s.normed + i * dim, in + i * dim, dim, lazy, NORM_RMS, 1e-5f);
     experts(&cpu);
     for (int i = 0; i < n * dim; i++) cpu.out[i] = other[i] + 0.5f * cpu.out[i];
+    int32_t *chosen = memcpy(need(4 * n * USED), cpu.chosen, 4 * n * USED);
+    float *weight = memcpy(need(4 * n * USED), cpu.weight, 4 * n * USED);
     g->gate = lab_floats(g, n * USED * ff, 1);
     g->up = lab_floats(g, n * USED * ff, 1);
     g->place = lab_bytes(g, 4 * n * USED);
@@ -4919,6 +5003,11 @@ static void lab_experts(Gpu *g, int type, int n) {
                     (Epilogue){.kind = EPILOGUE_ADD, .other = other, .factor = 0.5f});
     lab_end(&x, "experts");
     if (chunk) lab_tile("experts", n < 50 ? GEMM_FEW : 32, true);
+    if (times_run("gemv_ring")) {
+        LAB_CHECK(!memcmp(chosen, x.s.chosen, 4 * n * USED), "%s: others", "experts");
+        lab_ring_experts(&x, &floats, in, lazy, weight, other, y, type);
+        return;
+    }
     // what a chunk's products read is rounded to 11 bits, a token at a time
     for (int i = 0; i < n; i++)
         lab_compare(chunk ? "gemm experts" : "experts", type, y + i * dim, cpu.out + i * dim, dim,
@@ -5599,7 +5688,7 @@ static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int6
     Bench b = {need(copies * sizeof *b.m), bench_floats(g, n * cols), bench_floats(g, n * rows),
                NULL, n, false};
     x.m.config.causal = true;
-    g->staged = bench_floats(g, 1 << 20);
+    g->packed = bench_floats(g, 1 << 20);
     g->halves = (uint16_t *)bench_floats(g, n * cols / 2);
     g->powers = bench_floats(g, n);
     for (int i = 0; i < copies; i++) b.m[i] = bench_matrix(g, type, rows, cols);
