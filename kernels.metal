@@ -1370,7 +1370,7 @@ static inline void stage_four(float4 x, int i, threadgroup float *group) {
     uint word = 0;
     for (int e = 0; e < 4; e++) top = max(top, fabs(x[e]));
     for (int d = 1; d < 8; d *= 2) top = max(top, simd_shuffle_xor(top, d));
-    float unit = top / 127.0f, by = top > 0.0f ? 127.0f / top : 0.0f;
+    float unit = top / 127.0f, by = top > 1e-36f ? 127.0f / top : 0.0f;   // never infinite
     for (int e = 0; e < 4; e++) {
         float number = fma(x[e], by, ROUND);
         word |= (bits_of(number) & 255) << 8 * e;

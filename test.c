@@ -4620,7 +4620,7 @@ static float *lab_rounded(const float *x, const Norm *norm, int n, int cols) {
         float most = 0;
         for (int j = i; j < i + 32; j++) most = fmaxf(most, fabsf(to[j]));
         for (int j = i; j < i + 32; j++) {
-            float code = fmaf(to[j], most > 0 ? 127 / most : 0, ROUNDER) - ROUNDER;
+            float code = fmaf(to[j], most > 1e-36f ? 127 / most : 0, ROUNDER) - ROUNDER;
             to[j] = code * scale * most / 127;
         }
     }
@@ -4669,6 +4669,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     x.m.config.norm = type % 3;
     if (type % 2) norm.b = lab_floats(g, cols, 1);
     if (x.m.config.norm == NORM_BARE) norm.w = NULL;
+    for (int i = 0; i < 32 && one; i++) in[i] *= 1e-37f;   // 127 / the largest has no float
     if (one && !add) normed = need(4 * n * cols);
     for (int i = 0; normed != in && i < n; i++)
         reference_norm((float *)normed + i * cols, in + i * cols, cols, &norm, x.m.config.norm,
