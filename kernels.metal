@@ -193,6 +193,7 @@ void multiply_bytes(int *c, const uint *a, const uint *b) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 #define bits_of(x) __float_as_uint(x)
+#define as_threadgroup(p) (p)
 #define workers_barrier(threads) asm volatile("bar.sync 1, %0;" :: "r"(threads) : "memory")
 #define HAS_RING
 #endif
@@ -295,7 +296,7 @@ enum { FEW = 8 };
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
     X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups */ \
     X(PACKED)        /* gemv_ring: ring_inputs has staged its inputs */ \
-    X(PER_CORE)      /* gemv_ring: threadgroups that a core has room for, 1 or 2 */ \
+    X(LANE_GROUPS)   /* gemv_ring: neighbouring groups that a lane takes at once, 1 or 2 */ \
     X(TOKENS)        /* gemv, gemv_ring: that meet a weight: 1, 2, 4 or 8, some of them in vain */ \
     X(TEAMS)         /* gemv_ring: of workers, each with 16 rows of a slot */ \
     X(TILE_TOKENS) X(TILE_ROWS)   /* gemm: tokens and rows of a tile */ \
@@ -319,8 +320,8 @@ enum {
     RING_WORKERS = 8, RING_COPIERS = 2,               // SIMD-groups
     RING_TILE = 16, RING_SLOTS = 32,                  // a team's rows of a slot; most slots
     RING_PIECE = 1024,                                // bytes of a row in a slot, about
-    RING_SUMS = 128,                                  // of a worker, until all meet; for a team
-    RING_GROUP = 12,                                  // floats of a token's staged group
+    RING_SUMS = 128,                                  // sums of a worker for each team's rows
+    RING_GROUP = 12,                                  // words of a token's staged group
     DOT_STEPS = 4,                                    // loads of floats that overlap
     X_STRIDE = 36, X_FLOATS = 32 * X_STRIDE,          // 32 groups of x, 4 floats between them
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at once
@@ -369,10 +370,11 @@ struct finish_args { float softcap, limit, alpha_n, alpha_p, beta, eps; };   // 
 struct product_args {
     struct kernel_matrix w[4];
     int32_t cols, x_step, tokens;          // x_step: from an input of gemv to the next
+    int32_t outputs;                       // gemv: of tokens, or of their choices or heads
     int32_t each;                          // choices, or heads, of a token
     int32_t units;                         // gemv: of all matrices
     int32_t tiles;                         // gemm: the most tiles of tokens
-    int32_t groups;                        // gemv_ring: threadgroups; ring_inputs: those of a token
+    int32_t threadgroups;                  // of gemv_ring; of a token in ring_inputs
     int32_t piece_cols, pieces;            // gemv_ring: columns of a piece; pieces of a row
     int32_t stride, slots, inputs;         // bytes from a slot's row to the next; how many it has
     int32_t few;                           // tokens that meet the weights at once, at most FEW
@@ -432,18 +434,18 @@ static inline int staged_floats(int cols) {
     return div_up(cols, 32) * X_STRIDE + STAGED_SIMDGROUPS;
 }
 
-// gemv_ring, where a core has room for per_core threadgroups (see its text).
-// neighbouring groups that a lane takes at once, as the codes of two share words in many formats
-static inline int ring_span(int per_core) { return per_core > 1 ? 1 : 2; }
-// columns of a turn of all workers, in which each has four spans
-static inline int ring_turn(int per_core) { return RING_WORKERS * 128 * ring_span(per_core); }
-// columns of an input as it is staged, with zeros behind
-static inline int ring_padded(int cols, int per_core) {
-    return div_up(cols, 128 * ring_span(per_core)) * 128 * ring_span(per_core);
+// gemv_ring's geometry; `lane_groups` is its constant LANE_GROUPS, see its text.
+// columns of a worker's stretch: four lanes have a row of it
+static inline int ring_stretch(int lane_groups) { return 4 * 32 * lane_groups; }
+// columns of a turn: a stretch for each worker
+static inline int ring_turn(int lane_groups) { return RING_WORKERS * ring_stretch(lane_groups); }
+// columns of an input as it is staged: whole stretches, with zeros behind the row's end
+static inline int ring_padded(int cols, int lane_groups) {
+    return div_up(cols, ring_stretch(lane_groups)) * ring_stretch(lane_groups);
 }
 // columns of a piece: whole turns, and a KB at least, as a copy takes a while whatever its length
-static inline int ring_cols(int cols, int row_bytes, int per_core) {
-    int pieces = row_bytes < RING_PIECE ? 1 : row_bytes / RING_PIECE, turn = ring_turn(per_core);
+static inline int ring_cols(int cols, int row_bytes, int lane_groups) {
+    int pieces = row_bytes < RING_PIECE ? 1 : row_bytes / RING_PIECE, turn = ring_turn(lane_groups);
     return div_up(div_up(cols, pieces), turn) * turn;
 }
 // bytes from a row of a slot to the next, which begins 16 bytes on in the banks: a piece, and what
@@ -452,22 +454,21 @@ static inline int ring_stride(int bytes) { return (bytes + 32 + 15) / 32 * 32 + 
 static inline int ring_threads(int teams) {
     return (teams * RING_WORKERS + RING_COPIERS) * SIMD_LANES;
 }
-// sums that a worker has until the next barrier
+// sums that a worker has until the next barrier: RING_SUMS for the rows of each team
 static inline int ring_sums(int teams) { return RING_SUMS * teams; }
 // floats of a staged group, of all tokens: of eight, 4 more let the next one begin in other banks
 static inline int ring_group(int tokens) { return RING_GROUP * tokens + (tokens == 8 ? 4 : 0); }
 // floats of a staged input, of all tokens
-static inline int ring_input(int cols, int per_core, int tokens) {
-    return ring_padded(cols, per_core) / 32 * ring_group(tokens);
+static inline int ring_input(int cols, int lane_groups, int tokens) {
+    return ring_padded(cols, lane_groups) / 32 * ring_group(tokens);
 }
-// Its threadgroup memory: where each part begins, in floats. In front are mbarriers, two of each
-// slot and that of the inputs; then zeros, as many as a group has; the sums of all workers, in two
-// buffers; the sums of the squares of inputs, [FEW][RING_WORKERS]; the inputs; and the slots.
-static inline int at_zeros(void) { return 2 * (2 * RING_SLOTS + 2); }
-static inline int at_sums(void) { return at_zeros() + RING_GROUP * FEW; }
+// Its threadgroup memory, where each part begins, in floats: at 0 the mbarriers, two of each slot
+// and that of the inputs
+static inline int at_zeros(void) { return 2 * (2 * RING_SLOTS + 2); }      // [FEW] groups of zeros
+static inline int at_sums(void) { return at_zeros() + RING_GROUP * FEW; }  // workers', two buffers
 static inline int at_squares(int teams) { return at_sums() + 2 * RING_WORKERS * ring_sums(teams); }
 static inline int at_inputs(int teams) { return at_squares(teams) + FEW * RING_WORKERS; }
-static inline int at_slots(int teams, int input, int inputs) {
+static inline int at_slots(int teams, int input, int inputs) {   // input: floats of one
     return at_inputs(teams) + inputs * input;
 }
 
@@ -553,7 +554,8 @@ FUNCTION_CONSTANTS(X)
 // ---- words for launches ----
 //
 //   next_may_start()   the next launch may begin
-//   input_wait()       waits for all launches before: what they wrote is there
+//   input_wait()       waits for all launches before: what they wrote is there. In each launch a
+//                      thread calls it before it ends, or the next one's wait would be too short
 //   count_up(p)        returns *p, and adds 1; whoever gets the last number can read what the
 //                      others had written before they counted
 // Metal has none: there each launch waits for the last one's end, and MERGES is 0.
@@ -1128,7 +1130,7 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
     int n0 = gemv_units(FORMAT_0, a->w[0].rows, UNIT_ROWS, TOKENS);
     int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows, UNIT_ROWS, TOKENS);
     QUANT_UNROLL for (int i = 0; i < tokens_met() * GEMV_ROWS; i++) gate[i] = 0.0f;
-    x += (ulong)input_of(min(t, a->tokens - 1), a) * a->x_step;
+    x += (ulong)input_of(min(t, a->outputs - 1), a) * a->x_step;
     struct row_input in = {x, weights, NORMED, a->cols, 0.0f, lane,
                            STAGED ? shared : shared + sg * X_FLOATS};
     if (STAGED) {
@@ -1142,7 +1144,7 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
         in.square = sum_all(square, shared + staged_floats(a->cols) - STAGED_SIMDGROUPS, nsg, sg,
                             lane);                        // its barriers serve x, too
     }
-    if (t >= a->tokens) return;                           // a whole SIMD-group: no barrier follows
+    if (t >= a->outputs) return;                          // a whole SIMD-group: no barrier follows
     int e = 0;                                            // the expert, or the head
     if (EXPERTS) e = EXPERTS == EXPERTS_HEADS ? t % a->each : chosen[t];
     u %= a->units;
@@ -1165,46 +1167,55 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 }
 
 #ifdef HAS_RING
-// gemv_ring is gemv for GPUs that copy in the background, and begin a launch before the last one
-// has ended. A token is some 200 launches of a few microseconds, and gemv begins each with an empty
-// pipe: it waits for its input, and then for its first weights. Here two SIMD-groups, the copiers,
-// do nothing but copy weights to slots in threadgroup memory, which they fill again and again in
-// turn. They need no input, so they begin while the launch before is at work: when the input is
-// there, so are the first weights. Only CUDA has this, from compute capability 9.0 on.
+// gemv_ring is gemv for GPUs that copy in the background, and begin a launch before the previous
+// one has ended. A token is some 200 launches of a few microseconds, and gemv begins each with an
+// empty pipe: it waits for its input, and then for its first weights. Here two SIMD-groups, the
+// copiers, do nothing but copy weights to slots in threadgroup memory, which they fill again and
+// again. They need no input, so they begin while the previous launch is at work: when the input is
+// there, the first weights are there, too. Only CUDA has this, from compute capability 9.0 on.
 //
-// A threadgroup has a share of the rows, and takes them in tiles of 16 (GLU: 8 of the gate, 8 of
-// up). A slot has a piece of each row of a tile. The other SIMD-groups, the workers, take turns at
-// the piece's columns, 128 a turn: lane l decodes group l % 4 of these in rows l / 4 and l / 4 + 8.
-// In a long launch, with one threadgroup for each core, they are 256, and a lane has two
-// neighbouring groups, a span. The workers' sums meet in threadgroup memory, RING_SUMS at a time.
+// Gate and up of Qwen3-0.6B in Q4_0, for example, have 3,072 rows of 1,024 columns each. An H100
+// has room for 264 threadgroups, so each has 11 or 12 rows of both, and takes them in tiles of 8
+// (16 where there is no GLU). A slot has a piece of each row of a tile, here all 576 bytes of it: 8
+// rows of gate, then 8 of up. 112 KB of threadgroup memory have 10 slots. The other eight
+// SIMD-groups, the workers, share the columns: each has a stretch of 128, which is four groups, of
+// which lane l decodes group l % 4 in rows l / 4 and l / 4 + 8 of the slot. Of wider rows workers
+// take a stretch in each turn of 1,024 columns. At the end the workers' sums meet in threadgroup
+// memory; if there are more rows than RING_SUMS has room for, also in between.
+//
+// In a long launch, with one threadgroup for each core, LANE_GROUPS is 2: a lane has two
+// neighbouring groups, as these share words in many formats, and a stretch has 256 columns.
 //
 // Activations are rounded to bytes as the CPU does it in decode (round_32 in llm.c): the largest of
 // a group of 32 becomes 127 or -127. A group is staged as RING_GROUP words: 8 with its 32 bytes;
 // then as floats the sum of its first 16 numbers, that of the others, the scale, and the sum of
-// all. The same group of other tokens lies behind it. So products are sums of bytes, which are
-// exact: their order does not matter.
+// all. The same group of other tokens lies behind it. Sums of bytes times bytes are integers. They
+// are exact, so neither order nor layout matters to them; only the order of groups does.
 //
-// Up to eight tokens meet weights when these are decoded. One matrix product serves two TOKENS, and
-// each token's sums are added in the order that they have for one token, so they are the same bits.
-// As more is computed now than memory can hide, there are two TEAMS of workers where memory has
-// room, each with 16 rows of a slot. If all threadgroups together would take long to stage the
-// inputs, the kernel ring_inputs has PACKED them, and they come in one copy.
+// Up to eight tokens meet weights when these are decoded. One matrix product serves two of TOKENS,
+// and each token's groups, and squares, are added in the order that they have for one token, so its
+// sums are the same bits. (Numbers of tokens past the last one are whatever is there.) As more is
+// computed now than memory can hide, there are two TEAMS of workers where memory has room: each has
+// 16 rows of a slot, and worker i of one team the columns that worker i of the other one has. If
+// all threadgroups together would take long to stage the inputs, the kernel ring_inputs has PACKED
+// them, and they come in one copy.
 //
-// Who waits for whom:
-//   mbarrier        ends a phase                          who waits, before
-//   full[slot]      its rows' copies are there            workers, before they read the slot
-//   is_free[slot]   all workers' threads have read it     copiers, before they fill it again
+// Who waits for whom; in round r all slots are filled for the time r, from 0 on:
+//   mbarrier        a phase of it ends when               who waits
+//   full[slot]      its rows' copies are there            in round r workers, for phase r
+//   is_free[slot]   all workers' threads have read it     in round r copiers, for phase r - 1
 //   arrived         the copy of PACKED inputs is there    workers, before their first product
-// Phases of full[slot] and is_free[slot] are as many as rounds of all slots. Else workers meet at
-// workers_barrier: if a team stages inputs for another one; and when the sums of all are there, of
-// which there are two buffers, so that nobody writes those that are still read.
+// Else workers meet at workers_barrier: if a team stages inputs for another one; and when the sums
+// of all are there. These have two buffers, so that nobody writes those that are still read.
 //
 // Its words, which GPUs without HAS_RING lack:
 //   mbarrier_init(b, n)             a phase of it ends with n arrivals; parities are 0, 1, 0 ..
 //   mbarrier_arrive(b)              one of them
-//   mbarrier_copy(b, to, from, n)   one of them, when n bytes, from .. from + n - 1, are there
+//   mbarrier_copy(b, to, from, n)   one of them, when n bytes, from .. from + n - 1, are there; all
+//                                   three are multiples of 16
 //   mbarrier_wait(b, parity)        until the phase with this parity has ended
 //   bits_of(x)                      a float's
+//   as_threadgroup(p)               a pointer to device memory, for what takes both kinds
 //   workers_barrier(n)              a threadgroup_barrier of the first n threads
 //   multiply_bytes(c, a, b)         c += a b, for a[16][32] and b[32][8] of signed bytes. Of a,
 //                                   lane l has rows l / 4 and l / 4 + 8: four bytes from column
@@ -1240,11 +1251,15 @@ QUANT_INLINE void group_add(int format, bool halves, int s0, int s1, thread cons
 }
 
 // Adds the parts of the two groups that a lane has decoded, qa of format fa in row l / 4 and qb of
-// fb in row l / 4 + 8, to acc[2 t] and acc[2 t + 1] of each token t. In a product's left operand a
-// lane has its own codes. Of the right one, columns 2 i and 2 i + 1 have group i of two tokens, and
-// zeros where other groups' codes meet them: so a lane gets the sums of what it has decoded. x: its
-// group as it is staged; right: where it loads its part of the right operand, in the group of the
-// first token or the second, or in zeros.
+// fb in row l / 4 + 8, to acc[2 t] and acc[2 t + 1] of each token t. Eight products c += a b take
+// four codes of each lane's group at a time; here are the first of them:
+//   row r of a           codes 0..3 of group 0 | of group 1 | of 2 | of 3 | codes 4..7 of 0 | ..
+//   column 2 i of b      numbers 0..3 and 4..7 of the first token's group i, in the rows where
+//                        codes of group i meet them; zeros in the others
+//   column 2 i + 1       the same of the second token
+//   c[r][2 i]            so that is the first token's sum of group i, in the lane that decoded it
+// x: the lane's group as it is staged; right: where its part of b is, in the group of the first
+// token or of the second, or in zeros.
 QUANT_INLINE void codes_dot(int fa, int fb, thread const uint *qa, thread const uint *qb,
         thread const float *da, thread const float *db, threadgroup const float *x,
         threadgroup const float *right, thread float *acc) {
@@ -1269,40 +1284,58 @@ QUANT_INLINE void codes_dot(int fa, int fb, thread const uint *qa, thread const 
 
 #define IS_GLU (EPILOGUE == EPILOGUE_GLU)
 
-// The tile of a launch's rows that begins at row r of all: its matrix, the number of its expert's
-// choice, its first row in that matrix, and how many there are. The rows of a threadgroup begin
-// with `first`; the tile ends before `end`, and where sums meet at a barrier.
-struct ring_tile { int which, t, row, n; };
+// What a thread is: its threadgroup has the rows first .. end - 1 of all, and inputs from number x0
+// on; of workers, its team, and its number in that
+struct ring_thread {
+    int first, end, x0, team, worker;
+    uint tid, lane;
+};
+static inline int workers(void) { return TEAMS * RING_WORKERS; }
 static inline int slot_rows(void) { return RING_TILE * TEAMS; }
 static inline int tile_rows(void) { return IS_GLU ? slot_rows() / 2 : slot_rows(); }
+static inline int row_sums(void) { return IS_GLU ? 2 : 1; }        // of a worker and token
 static inline int sums_met(void) { return ring_sums(TEAMS) / tokens_met(); }   // of a token
-static inline int rows_met(void) { return IS_GLU ? sums_met() / 2 : sums_met(); }
-static inline struct ring_tile tile_at(int r, int first, int end, constant struct product_args *a) {
+static inline int rows_met(void) { return sums_met() / row_sums(); }   // until the next barrier
+
+// The tile that begins at row r of all: its matrix, the number of its expert's choice, its first
+// row in that matrix, and how many it has. It ends before the matrix, the threadgroup's rows and
+// the next barrier do.
+struct ring_tile { int which, choice, row, n; };
+static inline struct ring_tile tile_at(int r, struct ring_thread me,
+        constant struct product_args *a) {
     int n0 = a->w[0].rows, n1 = n0 + a->w[1].rows;
-    struct ring_tile x = {0, 0, r, min(tile_rows(), end - r)};
-    if (EXPERTS) x.t = r / n0;
-    else if (!IS_GLU) x.which = matrix_of(r, n0, n1);
-    x.row -= EXPERTS ? x.t * n0 : OF_THREE(x.which, 0, n0, n1);
-    x.n = min(x.n, min(a->w[x.which].rows - x.row, rows_met() - (r - first) % rows_met()));
+    struct ring_tile tile = {0, 0, r, min(tile_rows(), me.end - r)};
+    if (EXPERTS) tile.choice = r / n0;
+    else if (!IS_GLU) tile.which = matrix_of(r, n0, n1);
+    tile.row -= EXPERTS ? tile.choice * n0 : OF_THREE(tile.which, 0, n0, n1);
+    tile.n = min(tile.n, a->w[tile.which].rows - tile.row);
+    tile.n = min(tile.n, rows_met() - (r - me.first) % rows_met());
+    return tile;
+}
+
+// Row i of a slot: its matrix, and its row in the tile, which may be behind the last one. For the
+// GLU each team has 8 rows of gate, then the same rows of up.
+struct slot_row { int which, row; };
+static inline struct slot_row row_at(int i, struct ring_tile tile) {
+    int half_tile = RING_TILE / 2;
+    struct slot_row x = {tile.which, i};
+    if (!IS_GLU) return x;
+    x.which = i / half_tile % 2;
+    x.row = i / RING_TILE * half_tile + i % half_tile;
     return x;
 }
 
-// row i of a slot, where a team has RING_TILE rows: its matrix, and its row in the tile
-static inline int slot_matrix(int i, struct ring_tile x) {
-    return IS_GLU ? i / (RING_TILE / 2) % 2 : x.which;
-}
-static inline int slot_row(int i) {
-    return IS_GLU ? i / RING_TILE * (RING_TILE / 2) + i % (RING_TILE / 2) : i;
-}
-
-// where a row of matrix m begins, in bytes behind the bound address
-static inline ulong row_start(constant struct kernel_matrix *m, int expert, int row) {
-    return m->start + (ulong)expert * m->step + (ulong)row * m->row_bytes;
+// where the row of a tile begins at piece p, in bytes behind the bound address
+static inline ulong piece_start(struct slot_row x, struct ring_tile tile, int expert, int p,
+        constant struct product_args *a) {
+    constant struct kernel_matrix *m = &a->w[x.which];
+    return m->start + (ulong)expert * m->step + (ulong)(tile.row + x.row) * m->row_bytes +
+           (ulong)p * m->piece_bytes;
 }
 
-// Of all slots, filled again and again: a slot, and how often it has been filled before
+// a slot, and the round in which it is filled
 struct ring_place { int slot, round; };
-static inline void ring_step(thread struct ring_place *at, int slots) {
+static inline void place_step(thread struct ring_place *at, int slots) {
     at->slot++;
     if (at->slot < slots) return;
     at->slot = 0;
@@ -1310,14 +1343,14 @@ static inline void ring_step(thread struct ring_place *at, int slots) {
 }
 
 static inline int input_floats(constant struct product_args *a) {
-    return ring_input(a->cols, PER_CORE, tokens_met());
+    return ring_input(a->cols, LANE_GROUPS, tokens_met());
 }
 
-// The parts of threadgroup memory: see at_zeros and those behind it
+// The parts of threadgroup memory: see at_zeros and what follows it
 struct ring_memory {
     threadgroup mbarrier *full, *is_free, *arrived;
-    threadgroup float *zeros, *sums, *squares, *inputs;
-    threadgroup uchar *slots;
+    threadgroup float *zeros, *sums, *squares, *inputs;   // squares[FEW][RING_WORKERS] of inputs
+    threadgroup uchar *slots;                             // [slots][slot_rows][stride]
 };
 static inline struct ring_memory ring_parts(threadgroup float *shared,
         constant struct product_args *a) {
@@ -1328,7 +1361,6 @@ static inline struct ring_memory ring_parts(threadgroup float *shared,
                             shared + at_inputs(TEAMS), (threadgroup uchar *)(shared + slots)};
     return m;
 }
-static inline int workers(void) { return TEAMS * RING_WORKERS; }
 
 static inline void ring_set_up(struct ring_memory m, uint tid, constant struct product_args *a) {
     if ((int)tid < a->slots) mbarrier_init(&m.full[tid], slot_rows());
@@ -1338,27 +1370,28 @@ static inline void ring_set_up(struct ring_memory m, uint tid, constant struct p
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the mbarriers are there
 }
 
-// A copier's lane feeds row i of slot after slot, each as soon as it is free again, with the rows
-// first .. end - 1 of all.
-static inline void ring_feed(struct ring_memory m, device const uchar *w0, device const uchar *w1,
-        device const uchar *w2, device const int *chosen, int first, int end, int i,
+// A copier's lane feeds row i of slot after slot, each as soon as it is free again, with all pieces
+// of the threadgroup's rows. A row behind the tile's last one gets an empty copy, which arrives.
+static inline void ring_feed(struct ring_memory m, struct ring_thread me, device const uchar *w0,
+        device const uchar *w1, device const uchar *w2, device const int *chosen, int i,
         constant struct product_args *a) {
     struct ring_place at = {0, 0};
-    for (int r = first, p = 0; r < end;) {
-        struct ring_tile t = tile_at(r, first, end, a);
-        int which = slot_matrix(i, t), row = slot_row(i);
-        constant struct kernel_matrix *w = &a->w[which];
-        device const uchar *from = OF_THREE(which, w0, w1, w2);
-        from += row_start(w, EXPERTS ? chosen[t.t] : 0, t.row + row) + (ulong)p * w->piece_bytes;
+    for (int r = me.first, p = 0; r < me.end;) {          // two loops would be unrolled
+        struct ring_tile tile = tile_at(r, me, a);
+        struct slot_row x = row_at(i, tile);
+        int expert = EXPERTS ? chosen[tile.choice] : 0, bytes = a->w[x.which].piece_bytes;
+        device const uchar *from = OF_THREE(x.which, w0, w1, w2);
+        from += piece_start(x, tile, expert, p, a);
         uint skew = (ulong)from % 16;
-        uint n = skew + min(w->piece_bytes, (int)w->row_bytes - p * w->piece_bytes);
+        uint n = skew + min(bytes, (int)a->w[x.which].row_bytes - p * bytes);
         if (at.round > 0) mbarrier_wait(&m.is_free[at.slot], (at.round - 1) % 2);
+        if (x.row >= tile.n) n = 0;
         threadgroup uchar *to = m.slots + (at.slot * slot_rows() + i) * a->stride;
-        mbarrier_copy(&m.full[at.slot], to, from - skew, row < t.n ? (n + 15) / 16 * 16 : 0);
-        ring_step(&at, a->slots);
+        mbarrier_copy(&m.full[at.slot], to, from - skew, (n + 15) / 16 * 16);
+        place_step(&at, a->slots);
         if (++p < a->pieces) continue;
         p = 0;
-        r += t.n;
+        r += tile.n;
     }
 }
 
@@ -1385,218 +1418,217 @@ static inline void stage_four(float4 x, int i, threadgroup float *group) {
     if (i == 0) group[11] = all * unit;
 }
 
-// The first of the four columns that a lane stages of step n of its worker: 128 columns
-static inline int worker_col(int n, uint sg, uint lane) {
-    int span = ring_span(PER_CORE);
-    return 128 * (span * (n / span * RING_WORKERS + (int)sg) + n % span) + 4 * (int)lane;
+// A worker stages its stretches in steps of 128 columns, four a lane: LANE_GROUPS steps in each
+// turn. The first column that a lane has of step n:
+static inline int worker_col(int n, int worker, uint lane) {
+    int turn = n / LANE_GROUPS, step = n % LANE_GROUPS;
+    return turn * ring_turn(LANE_GROUPS) + worker * ring_stretch(LANE_GROUPS) + 128 * step +
+           4 * (int)lane;
+}
+// how many steps a worker has, one turn at least, which may be behind the row's end
+static inline int worker_steps(int cols, int worker) {
+    int left = ring_padded(cols, LANE_GROUPS) - worker * ring_stretch(LANE_GROUPS);
+    return max(div_up(left, ring_turn(LANE_GROUPS)), 1) * LANE_GROUPS;
 }
 
-// how many steps a worker has; of one without columns all are behind the row's end
-static inline int worker_steps(int cols, int sg) {
-    int span = ring_span(PER_CORE), left = ring_padded(cols, PER_CORE) - 128 * span * sg;
-    return max(div_up(left, ring_turn(PER_CORE)), 1) * span;
-}
-
-// Waits for x, and stages a worker's columns of it, after their norm: its steps first .. end - 1,
+// Waits for x, and stages a worker's columns of it, after their norm: its steps begin .. end - 1,
 // where those of input t0 are in front, then those of t0 + by, and so on. squares[t] gets the sums
 // of x * x, one from each worker. The loads of STAGE_STEPS steps overlap, and the first ones of the
 // norm's weights do not wait, as these are no launch's output.
 enum { STAGE_STEPS = 4 };
-static inline void ring_stage(struct row_input in, int t0, int by, int first, int end,
-        threadgroup float *inputs, threadgroup float *squares, int sg,
+static inline void ring_stage(struct row_input in, int t0, int by, int begin, int end,
+        threadgroup float *inputs, threadgroup float *squares, int worker,
         constant struct product_args *a) {
-    bool many = TOKENS > 1 || EXPERTS;                    // inputs: else step u is of t0
-    int steps = worker_steps(in.cols, sg);
+    int each = TOKENS > 1 || EXPERTS ? worker_steps(in.cols, worker) : end;   // steps of an input
     float square = 0.0f;
-    for (int u0 = first; u0 < end; u0 += STAGE_STEPS) {
+    for (int u0 = begin; u0 < end; u0 += STAGE_STEPS) {
         float4 w[STAGE_STEPS], v[STAGE_STEPS];
-        QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++)
-            w[j] = norm_weights(worker_col(many ? (u0 + j) % steps : u0 + j, sg, in.lane), &in);
-        if (u0 == first) { input_wait(); }
+        int col[STAGE_STEPS], t[STAGE_STEPS];
         QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++) {
-            int u = min(u0 + j, end - 1), t = t0 + (many ? u / steps * by : 0);
-            int i = worker_col(many ? u % steps : u, sg, in.lane);
-            v[j] = four_floats(in.x + (ulong)t * a->x_step, i, in.cols);
+            int u = min(u0 + j, end - 1);
+            bool one = TOKENS == 1 && !EXPERTS;           // input
+            t[j] = t0 + (one ? 0 : u / each * by);
+            col[j] = worker_col(one ? u : u % each, worker, in.lane);
+            w[j] = norm_weights(col[j], &in);
         }
+        if (u0 == begin) { input_wait(); }
+        QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++)
+            v[j] = four_floats(in.x + (ulong)t[j] * a->x_step, col[j], in.cols);
         QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++) {
-            int u = u0 + j, t = t0 + (many ? u / steps * by : 0), n = many ? u % steps : u;
-            int i = worker_col(n, sg, in.lane);
-            if (u >= end) break;                          // all lanes
+            if (u0 + j >= end) break;                     // all lanes
             float4 x = {0.0f, 0.0f, 0.0f, 0.0f};          // behind the row's end
-            if (i < in.cols) x = v[j] * w[j];
+            if (col[j] < in.cols) x = v[j] * w[j];
             for (int e = 0; e < 4; e++) square += v[j][e] * v[j][e];
-            threadgroup float *to = inputs + i / 32 * ring_group(tokens_met());
-            to += t * (TOKENS > 1 ? RING_GROUP : input_floats(a));
-            if (i < ring_padded(in.cols, PER_CORE)) stage_four(x, i % 32, to);
-            if (!NORMED || n + 1 < steps) continue;
+            threadgroup float *to = inputs + col[j] / 32 * ring_group(tokens_met());
+            to += t[j] * (TOKENS > 1 ? RING_GROUP : input_floats(a));
+            if (col[j] < ring_padded(in.cols, LANE_GROUPS))   // all lanes, or none
+                stage_four(x, col[j] % 32, to);
+            if (!NORMED || (u0 + j + 1) % each != 0) continue;
             square = simd_sum(square);
-            if (in.lane == 0) squares[t * RING_WORKERS + sg] = square;
+            if (in.lane == 0) squares[t[j] * RING_WORKERS + worker] = square;
             square = 0.0f;
         }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);        // this worker's columns are there
 }
 
-// Takes the inputs that a threadgroup's rows need, n from number t0 on
-static inline void ring_take(struct ring_memory m, device const float *x,
-        device const float *weights, int t0, int n, int team, int worker, uint tid, uint lane,
-        constant struct product_args *a) {
+// Takes the n inputs that a threadgroup's rows need
+static inline void ring_take(struct ring_memory m, struct ring_thread me, device const float *x,
+        device const float *weights, int n, constant struct product_args *a) {
     if (PACKED) {                                         // squares, and inputs behind them
         int floats = FEW * RING_WORKERS + input_floats(a);
         input_wait();
-        if (tid == 0)
+        if (me.tid == 0)
             mbarrier_copy(m.arrived, (threadgroup uchar *)m.squares, (device const uchar *)x,
                           4 * floats);
         mbarrier_wait(m.arrived, 0);
         return;
     }
-    x += (ulong)t0 * a->x_step;
-    struct row_input in = {x, weights, NORMED, a->cols, 0.0f, lane, m.inputs};
-    int all = div_up(n - team, TEAMS) * worker_steps(a->cols, worker);
-    ring_stage(in, team, TEAMS, 0, all, m.inputs, m.squares, worker, a);
+    x += (ulong)me.x0 * a->x_step;
+    struct row_input in = {x, weights, NORMED, a->cols, 0.0f, me.lane, m.inputs};
+    int steps = div_up(n - me.team, TEAMS) * worker_steps(a->cols, me.worker);   // of the team
+    ring_stage(in, me.team, TEAMS, 0, steps, m.inputs, m.squares, me.worker, a);
     if (TEAMS > 1) { workers_barrier(workers() * SIMD_LANES); }   // each team has staged some
 }
 
-// Adds a worker's share of a piece to acc, as codes_dot says. ra and rb: where rows l / 4 and
-// l / 4 + 8 of a team are in the slot; x: the piece's staged input.
-QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra,
-        threadgroup const uchar *rb, int groups, threadgroup const float *x,
-        threadgroup const float *zeros, uint sg, uint lane, thread float *acc) {
-    int span = ring_span(PER_CORE), spans = groups / span, mine = lane % 4;
-    bool second = lane / 4 % 2, own = (int)lane / 8 == mine;   // this lane's column in codes_dot
-    bool zero = !own || (second && tokens_met() == 1);
-    // past the row's end x is 0, and groups repeat the last
-    for (int i = 4 * sg; i < div_up(spans, 4) * 4; i += 4 * RING_WORKERS) {
-        uint inside = min(i + mine, spans - 1), qa[2][8], qb[2][8];
+// Adds a worker's share of a piece, as codes_dot says, to acc. ra and rb: where a lane's two rows
+// are in the slot; groups: of 32 columns; x: the piece's staged input.
+QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra, threadgroup const uchar *rb,
+        int groups, threadgroup const float *x, threadgroup const float *zeros,
+        struct ring_thread me, thread float *acc) {
+    int last = groups / LANE_GROUPS - 1, mine = me.lane % 4;
+    bool second = me.lane / 4 % 2, meets = (int)me.lane / 8 == mine;   // its column in codes_dot
+    bool zero = !meets || (second && tokens_met() == 1);
+    // What a lane takes is number `take` of the piece. Past the row's end, where it takes the last
+    // again, x is 0; past the piece's end there is none, as pieces are whole turns.
+    for (int i = 4 * me.worker; i <= last; i += 4 * RING_WORKERS) {
+        uint take = min(i + mine, last), qa[2][8], qb[2][8];
         float da[2][4], db[2][4];                         // scales, offsets
-        QUANT_UNROLL for (int h = 0; h < span; h++) {
-            threadgroup const float *group = x + (span * (i + mine) + h) * ring_group(tokens_met());
+        QUANT_UNROLL for (int h = 0; h < LANE_GROUPS; h++) {
+            threadgroup const float *group = x;
+            group += (LANE_GROUPS * (i + mine) + h) * ring_group(tokens_met());
             threadgroup const float *right = zero ? zeros : group + (second ? RING_GROUP : 0);
-            group_decode(fa, ra, span * inside | h, qa[h], da[h], da[h] + 2);
-            group_decode(fb, rb, span * inside | h, qb[h], db[h], db[h] + 2);
+            group_decode(fa, ra, LANE_GROUPS * take | h, qa[h], da[h], da[h] + 2);
+            group_decode(fb, rb, LANE_GROUPS * take | h, qb[h], db[h], db[h] + 2);
             codes_dot(fa, fb, qa[h], qb[h], da[h], db[h], group, right, acc);
         }
     }
 }
 
-// The rows of a slot that lane l has are team_row(team, l) and, RING_TILE / 2 on, another
-static inline int team_row(int team, uint lane) { return RING_TILE * team + (int)lane / 4; }
-
-// The same for a team's rows of piece p of a tile, when the slot is full; there may be none
-QUANT_INLINE void ring_piece(struct ring_memory m, struct ring_place at, struct ring_tile t,
-        int team, int expert, int p, threadgroup const float *x, uint sg, uint lane,
+// The same for a team's rows of piece p of a tile, when its slot is full. Rows behind the tile's
+// last one are whatever is in the slot, and their sums are not used; a team may have no other.
+QUANT_INLINE void ring_piece(struct ring_memory m, struct ring_thread me, int slot, int round,
+        struct ring_tile tile, int expert, int p, threadgroup const float *x,
         constant struct product_args *a, thread float *acc) {
-    int la = team_row(team, lane), lb = la + RING_TILE / 2;
-    int ia = min(slot_row(la), t.n - 1), ib = min(slot_row(lb), t.n - 1);   // behind: the last
-    int sa = la - slot_row(la) + ia, sb = lb - slot_row(lb) + ib;   // in the slot
-    constant struct kernel_matrix *ma = &a->w[slot_matrix(la, t)], *mb = &a->w[slot_matrix(lb, t)];
-    uint start_a = row_start(ma, expert, t.row + ia), start_b = row_start(mb, expert, t.row + ib);
-    threadgroup const uchar *slot = m.slots + at.slot * slot_rows() * a->stride;
-    threadgroup const uchar *ra = slot + sa * a->stride + (start_a + p * ma->piece_bytes) % 16;
-    threadgroup const uchar *rb = slot + sb * a->stride + (start_b + p * mb->piece_bytes) % 16;
+    int i = RING_TILE * me.team + (int)me.lane / 4, j = i + RING_TILE / 2;   // the lane's rows
+    struct slot_row first = row_at(i, tile), second = row_at(j, tile);
+    threadgroup const uchar *ra = m.slots + (slot * slot_rows() + i) * a->stride;
+    threadgroup const uchar *rb = ra + RING_TILE / 2 * a->stride;
+    ra += piece_start(first, tile, expert, p, a) % 16;
+    rb += piece_start(second, tile, expert, p, a) % 16;
     int groups = min(a->piece_cols, a->cols - p * a->piece_cols) / 32;
-    mbarrier_wait(&m.full[at.slot], at.round % 2);
+    mbarrier_wait(&m.full[slot], round % 2);
+    simdgroup_barrier(mem_flags::mem_threadgroup);        // lanes may have waited apart
     // matrices of one format share their code: a small program starts sooner
-#define DOT(fa, fb) ring_dot(fa, fb, ra, rb, groups, x, m.zeros, sg, lane, acc)
-    if (TEAMS > 1 && slot_row(RING_TILE * team) >= t.n) {}   // none
+#define DOT(fa, fb) ring_dot(fa, fb, ra, rb, groups, x, m.zeros, me, acc)
+    if (TEAMS > 1 && me.team * tile_rows() / TEAMS >= tile.n) {}   // no rows
     else if (IS_GLU) DOT(FORMAT_0, FORMAT_1);
-    else if (t.which == 0 || (t.which == 1 ? FORMAT_1 : FORMAT_2) == FORMAT_0)
+    else if (tile.which == 0 || (tile.which == 1 ? FORMAT_1 : FORMAT_2) == FORMAT_0)
         DOT(FORMAT_0, FORMAT_0);
-    else if (t.which == 1) DOT(FORMAT_1, FORMAT_1);
+    else if (tile.which == 1) DOT(FORMAT_1, FORMAT_1);
     else DOT(FORMAT_2, FORMAT_2);
 #undef DOT
-    mbarrier_arrive(&m.is_free[at.slot]);
+    mbarrier_arrive(&m.is_free[slot]);
 }
 
-// Writes a worker's sums of a tile for ring_finish: a row's lie `step` apart
-QUANT_INLINE void ring_meet(struct ring_tile t, int team, thread float *acc, int step, uint lane,
+// Writes a worker's sums of a tile, from acc as in codes_dot, to sums[token][row][row_sums()]
+QUANT_INLINE void ring_meet(struct ring_thread me, struct ring_tile tile, thread float *acc,
         threadgroup float *sums) {
     QUANT_UNROLL for (int i = 0; i < 2 * tokens_met(); i++) {
-        int row = slot_row(team_row(team, lane) + RING_TILE / 2 * (i % 2));
+        int at = RING_TILE * me.team + (int)me.lane / 4 + RING_TILE / 2 * (i % 2);
+        struct slot_row x = row_at(at, tile);
         float v = acc[i] + simd_shuffle_xor(acc[i], 1);
         v += simd_shuffle_xor(v, 2);
-        if (lane % 4 == 0 && row < t.n)
-            sums[i / 2 * sums_met() + row * step + (IS_GLU ? i % 2 : 0)] = v;
+        if (me.lane % 4 == 0 && x.row < tile.n)
+            sums[i / 2 * sums_met() + x.row * row_sums() + (IS_GLU ? x.which : 0)] = v;
     }
 }
 
-// Computes a worker's share of rows from .. to - 1 of all, which meet at the next barrier; x0: the
-// number of the first input that is there
-QUANT_INLINE void ring_rows(struct ring_memory m, thread struct ring_place *at,
-        device const int *chosen, int first, int end, int from, int to, int x0, int team,
-        int worker, uint lane, constant struct product_args *a) {
-    int step = IS_GLU ? 2 : 1, group = ring_group(tokens_met());
-    for (int r = from, n; r < to; r += n) {
+// Computes a worker's share of rows from .. to - 1 of all, which meet at the next barrier
+QUANT_INLINE void ring_rows(struct ring_memory m, struct ring_thread me,
+        thread struct ring_place *at, device const int *chosen, int from, int to,
+        threadgroup float *sums, constant struct product_args *a) {
+    struct ring_tile tile;
+    for (int r = from; r < to; r += tile.n) {
         float acc[2 * FEW];
-        struct ring_tile t = tile_at(r, first, end, a);
-        int expert = EXPERTS ? chosen[t.t] : 0, own = EXPERTS ? input_of(t.t, a) - x0 : 0;
-        threadgroup const float *x = m.inputs + own * input_floats(a);
-        n = t.n;
+        tile = tile_at(r, me, a);
+        int expert = EXPERTS ? chosen[tile.choice] : 0;
+        int input = EXPERTS ? input_of(tile.choice, a) - me.x0 : 0;
+        threadgroup const float *x = m.inputs + input * input_floats(a);
         QUANT_UNROLL for (int i = 0; i < 2 * tokens_met(); i++) acc[i] = 0.0f;
-        for (int p = 0; p < a->pieces; p++, x += a->piece_cols / 32 * group) {
-            ring_piece(m, *at, t, team, expert, p, x, worker, lane, a, acc);
-            ring_step(at, a->slots);
+        for (int p = 0; p < a->pieces; p++) {
+            ring_piece(m, me, at->slot, at->round, tile, expert, p, x, a, acc);
+            place_step(at, a->slots);
+            x += a->piece_cols / 32 * ring_group(tokens_met());
         }
-        ring_meet(t, team, acc, step, lane,
-                  m.sums + worker * ring_sums(TEAMS) + (r - from) * step);
+        ring_meet(me, tile, acc, sums + me.worker * ring_sums(TEAMS) + (r - from) * row_sums());
     }
 }
 
-// The buffers of what is done with a product
-struct ring_ends {
-    device const float *bias0, *bias1, *bias2, *scale0, *scale1, *other;
-    device float *y0, *y1, *y2;
+// what is done with the products of a matrix
+struct ring_end {
+    device const float *bias, *scales;
+    device float *y;
 };
 
 // A row's product from the sums of all workers; see gemv_product
 static inline float ring_sum(threadgroup const float *sums, int which, int row, int expert,
-        float scale, thread const struct ring_ends *ends, constant struct product_args *a) {
-    constant struct kernel_matrix *w = &a->w[which];
-    device const float *bias = OF_THREE(which, ends->bias0, ends->bias1, ends->bias2);
+        float scale, struct ring_end end, constant struct product_args *a) {
     float sum = 0.0f;
     for (int i = 0; i < RING_WORKERS; i++) sum += sums[i * ring_sums(TEAMS)];
-    scale *= w->scale;
-    if (SCALES >> which & 1) scale *= (which == 1 ? ends->scale1 : ends->scale0)[expert];
+    scale *= a->w[which].scale;
+    if (SCALES >> which & 1) scale *= end.scales[expert];
     sum *= scale;
-    if (BIASES >> which & 1) sum += bias[expert * w->bias_step + row];
+    if (BIASES >> which & 1) sum += end.bias[expert * a->w[which].bias_step + row];
     return sum * a->factor;
 }
 
-// The result that a thread writes, if it `has` one: of the first row of tile t, for a token; its
-// staged input; where its sums begin, and where it goes
-struct ring_own { struct ring_tile t; int token, input, expert, sums; ulong y; bool has; };
-static inline struct ring_own own_result(device const int *chosen, int first, int end, int from,
-        int to, int x0, uint tid, constant struct product_args *a) {
-    int row = from + (int)tid % rows_met(), token = tid / rows_met();
-    struct ring_tile t = tile_at(min(row, end - 1), first, end, a);
-    struct ring_own own = {t, token, token, EXPERTS ? chosen[t.t] : 0,
-                           token * sums_met() + (row - from) * (IS_GLU ? 2 : 1),
-                           (ulong)(t.t + token) * a->w[t.which].out_step + t.row,
-                           row < to && token < (TOKENS > 1 ? a->few : 1)};
-    if (EXPERTS) own.input = input_of(t.t, a) - x0;
-    return own;
+// The result of rows from .. to - 1 that a thread writes, if it `has` one: of the first row of a
+// tile, for a token; y: its place
+struct ring_result { struct ring_tile tile; int token; ulong y; bool has; };
+static inline struct ring_result result_of(struct ring_thread me, int from, int to,
+        constant struct product_args *a) {
+    int row = from + (int)me.tid % rows_met(), token = (int)me.tid / rows_met();
+    struct ring_tile tile = tile_at(min(row, me.end - 1), me, a);
+    struct ring_result x = {tile, token, 0, row < to && token < (TOKENS > 1 ? a->few : 1)};
+    x.y = (ulong)(tile.choice + token) * a->w[tile.which].out_step + tile.row;
+    return x;
 }
 
-// Writes it; `before` is what the epilogue adds
-static inline void ring_finish(struct ring_memory m, struct ring_own own, float before,
-        thread const struct ring_ends *ends, constant struct product_args *a) {
-    threadgroup const float *sums = m.sums + own.sums;
-    device float *y = OF_THREE(own.t.which, ends->y0, ends->y1, ends->y2);
-    int which = IS_GLU ? 1 : own.t.which;
-    float square = 0.0f, scale = 1.0f;
-    if (!own.has) return;
-    for (int i = 0; NORMED && i < RING_WORKERS; i++)
-        square += m.squares[own.input * RING_WORKERS + i];
+// Writes it from the sums of all workers. other: what the epilogue adds; e0 to e2: of the matrices
+static inline void ring_finish(struct ring_memory m, struct ring_thread me, struct ring_result x,
+        threadgroup const float *sums, float other, struct ring_end e0, struct ring_end e1,
+        struct ring_end e2, device const int *chosen, constant struct product_args *a) {
+    int choice = x.tile.choice, expert = EXPERTS ? chosen[choice] : 0, row = x.tile.row;
+    int input = EXPERTS ? input_of(choice, a) - me.x0 : x.token;
+    struct ring_end end = OF_THREE(x.tile.which, e0, e1, e2);
+    float square = 0.0f, scale = 1.0f, v;
+    if (!x.has) return;
+    sums += x.token * sums_met() + (int)me.tid % rows_met() * row_sums();
+    for (int i = 0; NORMED && i < RING_WORKERS; i++) square += m.squares[input * RING_WORKERS + i];
     if (NORMED) scale = rsqrt(square / (float)a->cols + a->eps);
-    if (IS_GLU) before = ring_sum(sums, 0, own.t.row, own.expert, scale, ends, a);
-    float v = ring_sum(sums + IS_GLU, which, own.t.row, own.expert, scale, ends, a);
-    finish(y + own.y, v, &a->end, before);
+    if (!IS_GLU) v = ring_sum(sums, x.tile.which, row, expert, scale, end, a);
+    else {
+        other = ring_sum(sums, 0, row, expert, scale, e0, a);   // the gate
+        v = ring_sum(sums + 1, 1, row, expert, scale, e1, a);
+    }
+    finish(end.y + x.y, v, &a->end, other);
 }
 
 // What gemv computes, with the same buffers, for one token or, if TOKENS is more, for `few`: their
 // inputs are in x, or PACKED by ring_inputs. EXPERTS: for the choices of a few tokens, as one token
 // each, as a threadgroup's rows seldom belong to more than two of them. Grid: one or two
-// threadgroups for each core of the GPU, `groups` in all.
+// threadgroups for each core of the GPU, each with a row at least.
 kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
@@ -1605,45 +1637,49 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
         device const float *scale0, device const float *scale1,
         constant struct product_args *a, PLACE) {
     struct ring_memory m = ring_parts(shared, a);
-    struct ring_ends ends = {bias0, bias1, bias2, scale0, scale1, other, y0, y1, y2};
-    uint all = a->w[0].rows * a->tokens + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
-    int first = all * tg / a->groups, end = all * (tg + 1) / a->groups;   // below 2^32: run_ring
+    struct ring_end e0 = {bias0, scale0, y0}, e1 = {bias1, scale1, y1}, e2 = {bias2, 0, y2};
+    int rows = a->w[0].rows, inputs = TOKENS > 1 ? a->few : 1;
+    uint all = rows * a->outputs + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);   // run_ring: below
+    int first = all * tg / a->threadgroups, end = all * (tg + 1) / a->threadgroups;   // 2^32
+    struct ring_thread me = {first, end, 0, (int)sg / RING_WORKERS, (int)sg % RING_WORKERS, tid,
+                             lane};
     ring_set_up(m, tid, a);
     if ((int)sg >= workers()) {
-        int rows = slot_rows() / RING_COPIERS, i = ((int)sg - workers()) * rows + (int)lane;
+        int own = slot_rows() / RING_COPIERS, i = ((int)sg - workers()) * own + (int)lane;
         if (EXPERTS) { input_wait(); }                    // for the choice
-        if ((int)lane < rows) ring_feed(m, w0, w1, w2, chosen, first, end, i, a);
+        if ((int)lane < own) ring_feed(m, me, w0, w1, w2, chosen, i, a);
         return;
     }
-    int worker = sg % RING_WORKERS, team = sg / RING_WORKERS, rows = a->w[0].rows;
-    int x0 = EXPERTS ? input_of(first / rows, a) : 0, inputs = TOKENS > 1 ? a->few : 1;
-    if (EXPERTS) inputs = input_of((end - 1) / rows, a) + 1 - x0;
-    ring_take(m, x, weights, x0, inputs, team, worker, tid, lane, a);
+    if (EXPERTS) me.x0 = input_of(first / rows, a);
+    if (EXPERTS) inputs = input_of((end - 1) / rows, a) + 1 - me.x0;
+    ring_take(m, me, x, weights, inputs, a);
     struct ring_place at = {0, 0};
-    int other_buffer = RING_WORKERS * ring_sums(TEAMS);
+    threadgroup float *sums = m.sums, *next = sums + RING_WORKERS * ring_sums(TEAMS);
     for (int from = first; from < end; from += rows_met()) {
         int to = min(from + rows_met(), end);
-        struct ring_own own = own_result(chosen, first, end, from, to, x0, tid, a);
-        float before = own.has && EPILOGUE == EPILOGUE_ADD ? other[own.y] : 0.0f;
-        ring_rows(m, &at, chosen, first, end, from, to, x0, team, worker, lane, a);
+        struct ring_result soon = result_of(me, from, to, a);
+        float old = soon.has && EPILOGUE == EPILOGUE_ADD ? other[soon.y] : 0.0f;   // is on its way
+        ring_rows(m, me, &at, chosen, from, to, sums, a);
         workers_barrier(workers() * SIMD_LANES);          // all sums are there
-        ring_finish(m, own, before, &ends, a);
-        m.sums += other_buffer;
-        other_buffer = -other_buffer;
+        ring_finish(m, me, result_of(me, from, to, a), sums, old, e0, e1, e2, chosen, a);
+        threadgroup float *done = sums;
+        sums = next;
+        next = done;
     }
 }
 
 // Packs the inputs of a few tokens for gemv_ring, after their norm, as its workers stage them:
 // packed[FEW][RING_WORKERS] has the workers' sums of squares; then come the inputs. Grid: a
-// SIMD-group for each worker of a token, or without a norm for each of its turns, `groups` of a
-// token.
+// SIMD-group for each worker of a token, or without a norm for each of its turns.
 kernel void ring_inputs(device const float *x, device const float *weights, device float *packed,
         constant struct product_args *a, PLACE) {
-    int t = tg / a->groups, turn = tg % a->groups / RING_WORKERS, worker = tg % RING_WORKERS;
-    int end = worker_steps(a->cols, worker), first = turn * ring_span(PER_CORE);
+    int t = tg / a->threadgroups, part = tg % a->threadgroups;   // those of a token
+    int turn = part / RING_WORKERS, worker = part % RING_WORKERS;
+    int end = worker_steps(a->cols, worker), begin = turn * LANE_GROUPS;
+    threadgroup float *to = as_threadgroup(packed);
     struct row_input in = {x, weights, NORMED, a->cols, 0.0f, lane, shared};
-    if (!NORMED) end = min(end, first + ring_span(PER_CORE));
-    ring_stage(in, t, 0, first, end, packed + FEW * RING_WORKERS, packed, worker, a);
+    if (!NORMED) end = min(end, begin + LANE_GROUPS);
+    ring_stage(in, t, 0, begin, end, to + FEW * RING_WORKERS, to, worker, a);
 }
 #endif
 

@@ -289,17 +289,18 @@ static char *device_address(const Gpu *g, const void *p) {
 // 256 threads each thread may use as many registers as there can be. Of gemv, 512 or 768 threads
 // (of a few tokens 384) must fit on a core, or too few loads would be under way at once; of gemm
 // 512 threads, of flash_attention 2 or 3 threadgroups, so that some compute while others wait; of
-// gemv_ring as many as PER_CORE says, of attention that MERGES 2 unless heads are wide, so that the
-// next launch fits.
+// gemv_ring 2 threadgroups if it has one team and LANE_GROUPS is 1, of attention that MERGES 2
+// unless heads are wide, so that the next launch fits.
 static void cuda_source(const Variant *p, char *s) {
     const int *constant = p->d.constant;
-    bool waits = constant[C_PER_CORE] || !strcmp(p->d.kernel, "attention");   // themselves, later
+    bool ring = constant[C_LANE_GROUPS];
+    bool waits = ring || !strcmp(p->d.kernel, "attention");   // themselves, later
 #define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, constant[C_##name]);
     FUNCTION_CONSTANTS(X)
 #undef X
     int fit = (gemv_rows(constant[C_FORMAT_0], GEMV_ROWS, 0) > 2 ? 512 : 768) / p->threads;
     if (constant[C_TOKENS] > 1) fit = 384 / p->threads;
-    if (constant[C_PER_CORE]) fit = div_up(constant[C_PER_CORE], constant[C_TEAMS]);
+    if (ring) fit = constant[C_LANE_GROUPS] == 1 && constant[C_TEAMS] == 1 ? 2 : 1;
     else if (constant[C_TILE_ROWS]) fit = 512 / p->threads;
     else if (constant[C_BUFFERS]) fit = constant[C_HEAD_DIM] > 128 ? 2 : 3;
     else if (constant[C_MERGES] && constant[C_HEAD_DIM] <= NARROW_MAX) fit = 2;
@@ -402,7 +403,7 @@ static bool device_ready(Gpu *g) {   // compiles and loads all variants that are
                         cuda(g, cuModuleGetFunction, &p->state, module, name) &&
                         (!p->d.constant[C_BUFFERS] ||
                          cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, SHARED_BYTES)) &&
-                        (!p->d.constant[C_PER_CORE] ||
+                        (!p->d.constant[C_LANE_GROUPS] ||
                          cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, g->room))
                   : gpu_fail(g, p->d.kernel, c->bytes ? c->bytes : "it is not compiled");
         free(c->bytes);
@@ -412,7 +413,7 @@ static bool device_ready(Gpu *g) {   // compiles and loads all variants that are
 }
 
 static size_t device_threads(const Dispatch *d) {   // what a variant is compiled for
-    bool own = d->constant[C_UNIT_ROWS] || d->constant[C_BUFFERS] || d->constant[C_PER_CORE];
+    bool own = d->constant[C_UNIT_ROWS] || d->constant[C_BUFFERS] || d->constant[C_LANE_GROUPS];
     if (own) return d->threads;
     return d->threads > 256 ? 1024 : 256;
 }
@@ -906,6 +907,7 @@ typedef struct {
     Epilogue e;
     int experts;
 } Products;
+static int n_results(const Products *p) { return p->e.kind == EPILOGUE_GLU ? 1 : p->k; }
 
 // buffers of gemv and gemm, in the order of their parameters; the first three are matrices
 enum { AT_BIAS = 3, AT_X = 6, AT_Y = 8, AT_OTHER = 11, AT_SCALES = 13,
@@ -936,7 +938,7 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
     for (int i = 0; i < p->k; i++) {
         bind_matrix(d, a->w, i, p->w[i], AT_BIAS, p->experts);
         if (p->experts) d->bound[AT_SCALES + i] = p->w[i]->scale;
-        if (i == 0 || p->e.kind != EPILOGUE_GLU) d->bound[AT_Y + i] = p->y[i];
+        if (i < n_results(p)) d->bound[AT_Y + i] = p->y[i];
     }
 }
 
@@ -946,46 +948,45 @@ static bool is_float(const Matrix *w) { return quant_row_bytes(w->type, 1); }   
 static int tokens_for(int n) { return n > 4 ? FEW : n > 2 ? 4 : n; }
 
 // bytes of threadgroup memory in front of gemv_ring's slots
-static int ring_bytes(const struct product_args *a, int per_core, int tokens, int teams) {
-    return 4 * at_slots(teams, ring_input(a->cols, per_core, tokens), a->inputs);
+static int ring_bytes(const struct product_args *a, int lane_groups, int tokens, int teams) {
+    return 4 * at_slots(teams, ring_input(a->cols, lane_groups, tokens), a->inputs);
 }
 
-// What gemv_ring runs for up to `few` tokens: for how many it has room (a->few; 0: for none), its
-// TOKENS, TEAMS and threadgroup memory. One token takes `room` bytes, and so do all whose experts a
-// threadgroup has; `each`: inputs of a token for its experts, or 0. Several take these, too, if the
-// next launch can begin beside them; else all that a threadgroup can have, best with two teams. If
-// that has no room for their inputs, half of them go first: then weights are read twice.
-typedef struct { int tokens, teams, room; } RingPlan;
-static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int each, int per_core,
-                          int room) {
+// What gemv_ring runs for up to `few` tokens, with `room` bytes: a->few of them (0: none), with
+// a->inputs staged apart and a->slots. per_token: the inputs of a token for its experts, or 0. Several
+// tokens meet the weights together in the first of these ways that has slots enough, eight of them
+// or, if no way has, four and then the others: a short launch as for one token, so that the next
+// one fits beside it; with two teams and all memory; with one. Experts' tokens run as one does.
+typedef struct { int tokens, teams, room; } RingPlan;   // TOKENS, TEAMS, bytes
+static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int per_token,
+                          int lane_groups, int room) {
     enum { MANY = 4, LEAST = 2 };       // slots
     int rows = RING_TILE * a->stride;   // bytes of a team's rows in a slot
-    int beside = per_core > 1 ? room : 0;
     const struct { int teams, room, slots; } ways[] = {
-        {1, beside, MANY}, {2, g->room, LEAST}, {1, g->room, LEAST}};
-    for (int tokens = each ? 1 : tokens_for(few); tokens > 1; tokens /= 2)
+        {1, lane_groups == 1 ? room : 0, MANY}, {2, g->room, LEAST}, {1, g->room, LEAST}};
+    for (int tokens = per_token ? 1 : tokens_for(few); tokens > 1; tokens /= 2)
         for (size_t i = 0; i < COUNT(ways); i++) {
             int teams = ways[i].teams, most = ways[i].room;
             a->few = smaller(few, tokens);
             a->inputs = 1;   // of all tokens
-            a->slots = (most - ring_bytes(a, per_core, tokens, teams)) / (teams * rows);
+            a->slots = (most - ring_bytes(a, lane_groups, tokens, teams)) / (teams * rows);
             a->slots = smaller(a->slots, RING_SLOTS);
             if (a->slots >= ways[i].slots) return (RingPlan){tokens, teams, most};
         }
-    for (a->few = each ? few : 1; a->few; a->few--) {
-        int share = div_up(each * a->few, g->cores);   // inputs of a threadgroup's rows
-        a->inputs = each * a->few > 1 ? share + 1 : 1;
-        a->slots = smaller((room - ring_bytes(a, per_core, 1, 1)) / rows, RING_SLOTS);
+    for (a->few = per_token ? few : 1; a->few; a->few--) {
+        int inputs = per_token * a->few;   // a threadgroup has rows of its share and one more
+        a->inputs = inputs > 1 ? div_up(inputs, g->cores) + 1 : 1;
+        a->slots = smaller((room - ring_bytes(a, lane_groups, 1, 1)) / rows, RING_SLOTS);
         if (a->slots >= LEAST) break;
     }
     return (RingPlan){1, 1, room};
 }
 
 // Into which pieces are rows cut, and how far do those of a slot lie apart?
-static void cut_rows(const Products *p, struct product_args *a, int per_core) {
+static void cut_rows(const Products *p, struct product_args *a, int lane_groups) {
     a->piece_cols = a->stride = 0;
     for (int i = 0; i < p->k; i++) {
-        int cols = ring_cols(a->cols, a->w[i].row_bytes, per_core);
+        int cols = ring_cols(a->cols, a->w[i].row_bytes, lane_groups);
         a->piece_cols = larger(a->piece_cols, smaller(cols, a->cols));
     }
     for (int i = 0; i < p->k; i++) {
@@ -996,13 +997,13 @@ static void cut_rows(const Products *p, struct product_args *a, int per_core) {
 }
 
 // packs the inputs of a few tokens for gemv_ring, which then reads them instead
-static void pack_inputs(Gpu *g, Dispatch *d, struct product_args a, int per_core, int tokens) {
+static void pack_inputs(Gpu *g, Dispatch *d, struct product_args a, int lane_groups, int tokens) {
     bool normed = d->constant[C_NORMED];   // then a worker needs all squares of its columns
-    a.groups = RING_WORKERS * (normed ? 1 : div_up(a.cols, ring_turn(per_core)));
-    Dispatch b = {.kernel = "ring_inputs", .n = 3, .groups = a.few * a.groups,
+    a.threadgroups = RING_WORKERS * (normed ? 1 : div_up(a.cols, ring_turn(lane_groups)));
+    Dispatch b = {.kernel = "ring_inputs", .n = 3, .groups = a.few * a.threadgroups,
                   .threads = SIMD_LANES,
                   .bound = {d->bound[AT_X], d->bound[GEMV_NORM], g->packed},
-                  .constant = {[C_NORMED] = d->constant[C_NORMED], [C_PER_CORE] = per_core,
+                  .constant = {[C_NORMED] = d->constant[C_NORMED], [C_LANE_GROUPS] = lane_groups,
                                [C_TOKENS] = tokens, [C_TEAMS] = 1}};
     gpu_dispatch(g, &b, &a, sizeof a);
     d->bound[AT_X] = g->packed;
@@ -1010,95 +1011,96 @@ static void pack_inputs(Gpu *g, Dispatch *d, struct product_args a, int per_core
 }
 
 // gemv_ring for as many of up to FEW tokens as it has room for, whose number it returns. 0: it
-// cannot compute this product, which is gemv's then. A short launch gets half of a core's
-// threadgroup memory, so that the next one fits beside it; a long one gets nearly all, if rows are
-// as wide as a turn of all workers that take two groups a lane, and else has two threadgroups a
-// core. Whether it is long does not depend on tokens: so each gets the bits that it has alone.
+// cannot compute this product, which is gemv's then. For one token, on an H100:
+//   a launch is           threadgroups of a core    memory of each    LANE_GROUPS
+//   short                 1, and 1 of the next      112 KB            1
+//   long, of wide rows    1                         210 KB            2
+//   long, of other rows   2                         112 KB            1
+// Its core has 227 KB, of which each threadgroup takes 1 more; the rest is its cache. Whether a
+// launch is long does not depend on tokens: so each gets the bits that it has alone.
 static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
-    // of a core's 227 KB on an H100: the rest is its cache; or two threadgroups with 1 KB for each
     enum { DEEP = 210 << 10, SHALLOW = 112 << 10 };
     Gpu *g = s->gpu;
-    uint64_t bytes = 0, rows = 0;
-    int each = p->experts == EXPERTS_SORTED ? a->each : p->experts != EXPERTS_NONE;
+    uint64_t bytes = 0, rows = 0;   // of a token
+    int per_token = p->experts == EXPERTS_SORTED ? a->each : p->experts != EXPERTS_NONE;
     if (!g->room || p->n > FEW || p->experts == EXPERTS_HEADS) return 0;
     for (int i = 0; i < p->k; i++) {
         if (is_float(p->w[i])) return 0;
         bytes += (uint64_t)a->w[i].row_bytes * p->w[i]->rows * a->each;
-        if (i == 0 || p->e.kind != EPILOGUE_GLU) rows += (uint64_t)p->w[i]->rows * a->each;
+        if (i < n_results(p)) rows += (uint64_t)p->w[i]->rows * a->each;
     }
     if (rows * FEW * 2 * g->cores >> 32) return 0;   // they are multiplied by threadgroups
     bool longer = bytes / g->cores > g->many;
-    int per_core = longer && a->cols >= ring_turn(1) && a->cols % 64 == 0 ? 1 : 2;
-    int room = smaller(per_core > 1 ? SHALLOW : DEEP, g->room / per_core);
-    cut_rows(p, a, per_core);
-    plan_ring(g, a, 1, each, per_core, room);
+    int lane_groups = longer && a->cols >= ring_turn(2) && a->cols % 64 == 0 ? 2 : 1;
+    int room = lane_groups > 1 ? smaller(DEEP, g->room) : smaller(SHALLOW, g->room / 2);
+    cut_rows(p, a, lane_groups);
+    plan_ring(g, a, 1, per_token, lane_groups, room);
     if (!a->few) return 0;   // nor do several take it then
-    RingPlan plan = plan_ring(g, a, p->n, each, per_core, room);
-    a->tokens = p->experts ? a->few * a->each : 1;
+    RingPlan plan = plan_ring(g, a, p->n, per_token, lane_groups, room);
+    assert(!d->constant[C_NORMED] || a->inputs <= FEW);   // squares has room for these
+    a->outputs = p->experts ? a->few * a->each : 1;
     if (p->experts) rows *= a->few;
-    a->groups = longer && plan.room <= g->room / per_core ? per_core * g->cores : g->cores;
-    if (a->groups > (int)rows) a->groups = rows;   // one without rows would leave copies behind
+    a->threadgroups = g->cores;
+    if (longer && lane_groups == 1 && plan.room <= g->room / 2) a->threadgroups *= 2;
+    if (a->threadgroups > (int)rows) a->threadgroups = rows;   // each has a row
     d->kernel = "gemv_ring";
-    d->groups = a->groups;
+    d->groups = a->threadgroups;
     d->threads = ring_threads(plan.teams);
-    d->shared = ring_bytes(a, per_core, plan.tokens, plan.teams) / 4;
+    d->shared = ring_bytes(a, lane_groups, plan.tokens, plan.teams) / 4;
     d->shared += a->slots * plan.teams * RING_TILE * a->stride / 4;
-    d->constant[C_PER_CORE] = per_core;
+    d->constant[C_LANE_GROUPS] = lane_groups;
     d->constant[C_TOKENS] = plan.tokens;
     d->constant[C_TEAMS] = plan.teams;
     if (plan.tokens > 1 && plan.tokens * a->cols > g->own_cols)
-        pack_inputs(g, d, *a, per_core, plan.tokens);
+        pack_inputs(g, d, *a, lane_groups, plan.tokens);
     gpu_dispatch(g, d, a, sizeof *a);
     return a->few;
 }
 
 // gemv for some of the first of p.n tokens, whose number it returns: for all of a chunk that meet a
 // router, for all heads; for a few if all matrices are floats
-static int run_plain(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
+static int run_units(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
     bool heads = p->experts == EXPERTS_HEADS, gather = p->experts == EXPERTS_GATHER;
     bool meet = !p->experts && p->n <= FEW;
     for (int i = 0; i < p->k; i++) meet &= is_float(p->w[i]);
     int n = heads || p->n > FEW ? p->n : 1;
-    int few = meet ? p->n : 1;
     int all = 0;
     int inputs = gather ? n : n * a->each;
     bool staged = inputs == 1 && !is_float(p->w[0]) && p->w[0]->cols <= STAGED_COLS;
     int nsg = staged ? STAGED_SIMDGROUPS : GEMV_SIMDGROUPS;
-    int counted = p->e.kind == EPILOGUE_GLU ? 1 : p->k;   // matrices with units of their own
-    a->few = few;
-    a->tokens = n * a->each;
-    for (int i = 0; i < p->k; i++) all += p->w[i]->rows * (heads ? a->each : a->tokens);
-    for (int i = 0; i < counted; i++)
-        a->units += gemv_units(p->w[i]->type, p->w[i]->rows, gemv_most(all), tokens_for(few));
-    d->groups = div_up(a->units * a->tokens, nsg);
+    a->few = meet ? p->n : 1;
+    a->outputs = n * a->each;
+    for (int i = 0; i < p->k; i++) all += p->w[i]->rows * (heads ? a->each : a->outputs);
+    for (int i = 0; i < n_results(p); i++)
+        a->units += gemv_units(p->w[i]->type, p->w[i]->rows, gemv_most(all), tokens_for(a->few));
+    d->groups = div_up(a->units * a->outputs, nsg);
     d->threads = nsg * SIMD_LANES;
     d->shared = staged ? staged_floats(p->w[0]->cols) : nsg * X_FLOATS;
     d->constant[C_STAGED] = staged;
-    d->constant[C_TOKENS] = tokens_for(few);
+    d->constant[C_TOKENS] = tokens_for(a->few);
     d->constant[C_UNIT_ROWS] = gemv_most(all);
     gpu_dispatch(s->gpu, d, a, sizeof *a);
-    return n * few;   // one of them is 1
+    return n * a->few;   // one of them is 1
 }
 
 static void run_gemv(Session *s, Products p) {   // for up to FEW tokens, or n of a router
-    const Norm *norm = p.in.norm;
     const int32_t *chosen = s->chosen;
-    bool sorted = p.experts == EXPERTS_SORTED;
     float *y[3];
-    for (int i = 0; i < p.k; i++) y[i] = p.y[i > 0 && p.e.kind == EPILOGUE_GLU ? 0 : i];
+    memcpy(y, p.y, n_results(&p) * sizeof *y);
+    p.y = y;
     for (int done; p.n > 0; p.n -= done) {
         struct product_args a;
         Dispatch d = {.kernel = "gemv", .n = GEMV_BUFFERS,
-                      .constant = {[C_NORMED] = norm_bits(norm)}};
-        p.y = y;
+                      .constant = {[C_NORMED] = norm_bits(p.in.norm)}};
         bind_products(s, &d, &a, &p);
-        if (norm) d.bound[GEMV_NORM] = norm->w;
+        if (p.in.norm) d.bound[GEMV_NORM] = p.in.norm->w;
         if (p.experts) d.bound[GEMV_CHOSEN] = chosen;
         done = run_ring(s, &p, &d, &a);
-        if (!done) done = run_plain(s, &p, &d, &a);
-        p.in.x += done * (sorted ? a.each : 1) * input_step(p.w[0]);
+        if (!done) done = run_units(s, &p, &d, &a);
+        int inputs = p.experts == EXPERTS_SORTED ? done * a.each : done;
+        p.in.x += inputs * input_step(p.w[0]);
         if (p.e.other) p.e.other += done * output_step(p.w[0]);
-        for (int i = 0; i < p.k; i++) y[i] += done * a.each * output_step(p.w[i]);
+        for (int i = 0; i < n_results(&p); i++) y[i] += done * a.each * output_step(p.w[i]);
         if (p.experts) chosen += done * a.each;
     }
 }
@@ -1142,7 +1144,7 @@ static void run_gemm(Session *s, Products p) {
 }
 
 // Up to FEW tokens run as in decode, so that each has the bits that it has alone; run_ring and
-// run_plain say which weights they read once. In an encoder a token sees later ones.
+// run_units say which weights they read once. In an encoder a token sees later ones.
 static bool is_few(const Session *s, int n) { return n == 1 || (n <= FEW && s->m->config.causal); }
 
 // one dispatch, or for a chunk two; for a few tokens as many as run_ring needs
@@ -1769,7 +1771,7 @@ static void plan_gpu(Session *s, Arena *a) {
     }
     g->ids = arena_take(a, n, sizeof *g->ids);
     if (g->room)
-        g->packed = arena_take(a, FEW * RING_WORKERS + ring_input(wide, 1, FEW), sizeof *g->packed);
+        g->packed = arena_take(a, FEW * RING_WORKERS + ring_input(wide, 2, FEW), sizeof *g->packed);
     g->now = arena_take(a, NOW_SIZE + FEW * heads, sizeof *g->now);
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);

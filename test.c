@@ -3955,6 +3955,7 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #define workers_barrier(threads) emu_workers(threads, SITE)
 #define HAS_RING
 #define input_wait() soft_show()
+#define as_threadgroup(p) (p)
 #define bits_of(x) quant_u32((const uint8_t *)&(float){x})
 #define multiply_bytes(c, a, b) emu_multiply_bytes(SITE, c, a, b)
 #define count_up(p) emu_count(p)
