@@ -193,7 +193,7 @@ void multiply_bytes(int *c, const uint *a, const uint *b) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 #define bits_of(x) __float_as_uint(x)
-#define as_threadgroup(p) (p)
+#define as_other(p) (p)
 #define workers_barrier(threads) asm volatile("bar.sync 1, %0;" :: "r"(threads) : "memory")
 #define HAS_RING
 #endif
@@ -806,7 +806,7 @@ static inline float norm_scale(device const float *x, int cols, float eps, threa
 //
 // In a float format neighbouring lanes take neighbouring weights, four each, so that together they
 // load whole cache lines. The loads of DOT_STEPS steps overlap.
-static inline void floats_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
+QUANT_INLINE void floats_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
         thread const struct row_input *in, constant struct product_args *a, thread float *sum,
         thread float *square) {
     int cols = in->cols;
@@ -1065,7 +1065,7 @@ static inline int unit_rows(int format) {
 // v[t][r] = factor * (scale * (W x[t])[row + r] + bias[row + r]), in all lanes, for the rows of a
 // unit and its tokens, of which only floats have several. W is matrix `which`; where each expert
 // has one, it is that of `expert`, which is 0 elsewhere.
-static inline void gemv_product(int format, int which, int unit, int expert, device const uchar *w,
+QUANT_INLINE void gemv_product(int format, int which, int unit, int expert, device const uchar *w,
         device const float *bias, device const float *scales, thread const struct row_input *in,
         constant struct product_args *a, thread float *v) {
     constant struct kernel_matrix *m = &a->w[which];
@@ -1076,7 +1076,12 @@ static inline void gemv_product(int format, int which, int unit, int expert, dev
     QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) square[t] = 0.0f;
     w += m->start + (ulong)expert * m->step + (ulong)row * m->row_bytes;
     if (format_float(format)) floats_dot(format, R, w, m->row_bytes, last, in, a, sum, square);
-    else groups_dot(format, R, w, m->row_bytes, last, in, sum, square);
+    else {                                                // small arrays: they stay in memory
+        float dots[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, squares = 0.0f;
+        groups_dot(format, R, w, m->row_bytes, last, in, dots, &squares);
+        QUANT_UNROLL for (int r = 0; r < R; r++) sum[r] = dots[r];
+        square[0] = squares;
+    }
     QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
         float scaled = scale;
         if (in->norm) {
@@ -1215,7 +1220,8 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 //                                   three are multiples of 16
 //   mbarrier_wait(b, parity)        until the phase with this parity has ended
 //   bits_of(x)                      a float's
-//   as_threadgroup(p)               a pointer to device memory, for what takes both kinds
+//   as_other(p)                     p, which points to device memory, for what takes threadgroup
+//                                   memory, or the other way round: here a pointer takes both
 //   workers_barrier(n)              a threadgroup_barrier of the first n threads
 //   multiply_bytes(c, a, b)         c += a b, for a[16][32] and b[32][8] of signed bytes. Of a,
 //                                   lane l has rows l / 4 and l / 4 + 8: four bytes from column
@@ -1508,8 +1514,8 @@ QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra, threadgr
             threadgroup const float *group = x;
             group += (LANE_GROUPS * (i + mine) + h) * ring_group(tokens_met());
             threadgroup const float *right = zero ? zeros : group + (second ? RING_GROUP : 0);
-            group_decode(fa, ra, LANE_GROUPS * take | h, qa[h], da[h], da[h] + 2);
-            group_decode(fb, rb, LANE_GROUPS * take | h, qb[h], db[h], db[h] + 2);
+            group_decode(fa, as_other(ra), LANE_GROUPS * take | h, qa[h], da[h], da[h] + 2);
+            group_decode(fb, as_other(rb), LANE_GROUPS * take | h, qb[h], db[h], db[h] + 2);
             codes_dot(fa, fb, qa[h], qb[h], da[h], db[h], group, right, acc);
         }
     }
@@ -1676,7 +1682,7 @@ kernel void ring_inputs(device const float *x, device const float *weights, devi
     int t = tg / a->threadgroups, part = tg % a->threadgroups;   // those of a token
     int turn = part / RING_WORKERS, worker = part % RING_WORKERS;
     int end = worker_steps(a->cols, worker), begin = turn * LANE_GROUPS;
-    threadgroup float *to = as_threadgroup(packed);
+    threadgroup float *to = as_other(packed);
     struct row_input in = {x, weights, NORMED, a->cols, 0.0f, lane, shared};
     if (!NORMED) end = min(end, begin + LANE_GROUPS);
     ring_stage(in, t, 0, begin, end, to + FEW * RING_WORKERS, to, worker, a);

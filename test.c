@@ -3955,7 +3955,7 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #define workers_barrier(threads) emu_workers(threads, SITE)
 #define HAS_RING
 #define input_wait() soft_show()
-#define as_threadgroup(p) (p)
+#define as_other(p) (p)
 #define bits_of(x) quant_u32((const uint8_t *)&(float){x})
 #define multiply_bytes(c, a, b) emu_multiply_bytes(SITE, c, a, b)
 #define count_up(p) emu_count(p)
@@ -5818,6 +5818,19 @@ MOVE(device) MOVE(threadgroup)
 template <class D, class A, class B>
 void simdgroup_multiply_accumulate(Out<D>, In<A>, In<B>, In<D>);
 template <class D, class A, class B> void simdgroup_multiply(Out<D>, In<A>, In<B>);
+// the words of gemv_ring
+#define HAS_RING
+typedef ulong mbarrier;
+void next_may_start(), input_wait(), workers_barrier(int);
+void mbarrier_init(threadgroup mbarrier *, int), mbarrier_arrive(threadgroup mbarrier *);
+void mbarrier_wait(threadgroup mbarrier *, int);
+void mbarrier_copy(threadgroup mbarrier *, threadgroup uchar *, device const uchar *, int);
+void multiply_bytes(thread int *, thread const uint *, thread const uint *);
+int count_up(device int *);
+uint bits_of(float);
+float fma(float, float, float);
+threadgroup float *as_other(device float *);
+device const uchar *as_other(threadgroup const uchar *);
 #pragma GCC poison vertex fragment object_data double goto register new delete virtual throw try
 #pragma GCC poison catch typeid dynamic_cast printf
 #endif
