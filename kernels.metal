@@ -196,12 +196,12 @@ void multiply_bytes(int *c, const uint *a, const uint *b) {
 #define as_other(p) (p)
 #define workers_barrier(threads) asm volatile("bar.sync 1, %0;" :: "r"(threads) : "memory")
 #define HAS_RING
-#endif
 int count_up(int *p) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
     return before;
 }
+#endif
 float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
@@ -376,7 +376,8 @@ struct product_args {
     int32_t tiles;                         // gemm: the most tiles of tokens
     int32_t threadgroups;                  // of gemv_ring; of a token in ring_inputs
     int32_t piece_cols, pieces;            // gemv_ring: columns of a piece; pieces of a row
-    int32_t stride, slots, inputs;         // bytes from a slot's row to the next; how many it has
+    int32_t stride, slots;                 // bytes from a slot's row to the next; how many it has
+    int32_t inputs, input;                 // that are staged at once; floats of one
     int32_t few;                           // tokens that meet the weights at once, at most FEW
     float eps, factor;                     // factor: of W x + bias
     struct finish_args end;
@@ -403,10 +404,10 @@ struct delta_args {
     float eps, lower;                      // lower: see kda_lower in llm.c
 };
 
-// What changes from pass to pass is in a buffer of its own, now[NOW_SIZE]: the first token's
-// position; and 1 if the rows of the KV ring get their positions, 0 if not (in a warm-up). Behind
-// these attention counts the threadgroups that are done, for each of its units.
-enum { NOW_POS, NOW_PLACED, NOW_SIZE };
+// What changes from pass to pass is in a buffer of its own, now[]: at NOW_POS the first token's
+// position; at NOW_PLACED 1 if rows of the KV ring get their positions, 0 if not (in a warm-up);
+// from NOW_COUNTS on, for each unit of attention, how many of its threadgroups are done.
+enum { NOW_POS, NOW_PLACED, NOW_COUNTS };
 
 static inline int div_up(int n, int size) { return (n + size - 1) / size; }
 
@@ -435,9 +436,8 @@ static inline int staged_floats(int cols) {
 }
 
 // gemv_ring's geometry; `lane_groups` is its constant LANE_GROUPS, see its text.
-// columns of a worker's stretch: four lanes have a row of it
+// columns of a stretch, of which four lanes have a row, and of a turn, a stretch for each worker
 static inline int ring_stretch(int lane_groups) { return 4 * 32 * lane_groups; }
-// columns of a turn: a stretch for each worker
 static inline int ring_turn(int lane_groups) { return RING_WORKERS * ring_stretch(lane_groups); }
 // columns of an input as it is staged: whole stretches, with zeros behind the row's end
 static inline int ring_padded(int cols, int lane_groups) {
@@ -451,14 +451,11 @@ static inline int ring_cols(int cols, int row_bytes, int lane_groups) {
 // bytes from a row of a slot to the next, which begins 16 bytes on in the banks: a piece, and what
 // copies take with it, since they begin and end at multiples of 16
 static inline int ring_stride(int bytes) { return (bytes + 32 + 15) / 32 * 32 + 16; }
-static inline int ring_threads(int teams) {
-    return (teams * RING_WORKERS + RING_COPIERS) * SIMD_LANES;
-}
 // sums that a worker has until the next barrier: RING_SUMS for the rows of each team
 static inline int ring_sums(int teams) { return RING_SUMS * teams; }
-// floats of a staged group, of all tokens: of eight, 4 more let the next one begin in other banks
+// floats of a staged group, and of an input, of all tokens: of eight, 4 more let the next group
+// begin in other banks
 static inline int ring_group(int tokens) { return RING_GROUP * tokens + (tokens == 8 ? 4 : 0); }
-// floats of a staged input, of all tokens
 static inline int ring_input(int cols, int lane_groups, int tokens) {
     return ring_padded(cols, lane_groups) / 32 * ring_group(tokens);
 }
@@ -562,8 +559,6 @@ FUNCTION_CONSTANTS(X)
 #ifndef HAS_RING
 #define next_may_start()
 #define input_wait()
-#endif
-#if !defined(HAS_RING) && !defined(__CUDACC__)
 #define count_up(p) 0
 #endif
 
@@ -1173,37 +1168,31 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 
 #ifdef HAS_RING
 // gemv_ring is gemv for GPUs that copy in the background, and begin a launch before the previous
-// one has ended. A token is some 200 launches of a few microseconds, and gemv begins each with an
-// empty pipe: it waits for its input, and then for its first weights. Here two SIMD-groups, the
-// copiers, do nothing but copy weights to slots in threadgroup memory, which they fill again and
-// again. They need no input, so they begin while the previous launch is at work: when the input is
-// there, the first weights are there, too. Only CUDA has this, from compute capability 9.0 on.
+// one has ended: NVIDIA's from compute capability 9.0 on. A token is some 200 launches of a few
+// microseconds, and gemv begins each by waiting, for its input, and then for its first weights.
+// Here two SIMD-groups, the copiers, do nothing but copy weights to slots of threadgroup memory.
+// They need no input: when it is there, the first weights are there, too.
 //
-// Gate and up of Qwen3-0.6B in Q4_0, for example, have 3,072 rows of 1,024 columns each. An H100
-// has room for 264 threadgroups, so each has 11 or 12 rows of both, and takes them in tiles of 8
-// (16 where there is no GLU). A slot has a piece of each row of a tile, here all 576 bytes of it: 8
-// rows of gate, then 8 of up. 112 KB of threadgroup memory have 10 slots. The other eight
-// SIMD-groups, the workers, share the columns: each has a stretch of 128, which is four groups, of
-// which lane l decodes group l % 4 in rows l / 4 and l / 4 + 8 of the slot. Of wider rows workers
-// take a stretch in each turn of 1,024 columns. At the end the workers' sums meet in threadgroup
-// memory; if there are more rows than RING_SUMS has room for, also in between.
+// Gate and up of Qwen3-0.6B in Q4_0, for example, have 3,072 rows of 1,024 columns. On an H100 each
+// of 132 threadgroups has 23 or 24 rows of both, in tiles of 8 (without a GLU 16). A slot has a
+// piece of each row of a tile, here all 576 bytes of it; 112 KB have ten slots. The other eight
+// SIMD-groups, the workers, share the columns: each has a stretch of 128, which is four groups, and
+// lane l decodes group l % 4 of them in rows l / 4 and l / 4 + 8 of the slot. Wider rows take turns
+// of 1,024 columns, with a stretch for each worker. The workers' sums meet in threadgroup memory.
+// In long launches LANE_GROUPS is 2 if it can be: a lane has two neighbouring groups, which share
+// words in many formats, and a stretch has 256 columns.
 //
-// In a long launch, with one threadgroup for each core, LANE_GROUPS is 2: a lane has two
-// neighbouring groups, as these share words in many formats, and a stretch has 256 columns.
+// Activations are rounded to bytes as in the CPU's decode (round_32 in llm.c): the largest of a
+// group becomes 127 or -127. Staged inputs are [groups][tokens][RING_GROUP] words: 32 bytes, and as
+// floats the sums of the first 16 numbers and of the others, the scale, and the sum of all. Sums of
+// bytes times bytes are integers, which are exact: no order or layout changes them.
 //
-// Activations are rounded to bytes as the CPU does it in decode (round_32 in llm.c): the largest of
-// a group of 32 becomes 127 or -127. A group is staged as RING_GROUP words: 8 with its 32 bytes;
-// then as floats the sum of its first 16 numbers, that of the others, the scale, and the sum of
-// all. The same group of other tokens lies behind it. Sums of bytes times bytes are integers. They
-// are exact, so neither order nor layout matters to them; only the order of groups does.
-//
-// Up to eight tokens meet weights when these are decoded. One matrix product serves two of TOKENS,
-// and each token's groups, and squares, are added in the order that they have for one token, so its
-// sums are the same bits. (Numbers of tokens past the last one are whatever is there.) As more is
-// computed now than memory can hide, there are two TEAMS of workers where memory has room: each has
-// 16 rows of a slot, and worker i of one team the columns that worker i of the other one has. If
-// all threadgroups together would take long to stage the inputs, the kernel ring_inputs has PACKED
-// them, and they come in one copy.
+// Up to eight tokens meet weights when these are decoded. A matrix product serves two of TOKENS.
+// Each token's groups and squares are added in the order that they have for one token: so its sums
+// are the same bits. (Numbers of tokens past the last one are whatever is there.) More is computed
+// now than memory hides, so there are two TEAMS of workers where memory has room, each with 16 rows
+// of a slot and all columns. If staging in all threadgroups would take long, ring_inputs has PACKED
+// the inputs, and they come in one copy.
 //
 // Who waits for whom; in round r all slots are filled for the time r, from 0 on:
 //   mbarrier        a phase of it ends when               who waits
@@ -1220,18 +1209,15 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 //                                   three are multiples of 16
 //   mbarrier_wait(b, parity)        until the phase with this parity has ended
 //   bits_of(x)                      a float's
-//   as_other(p)                     p, which points to device memory, for what takes threadgroup
-//                                   memory, or the other way round: here a pointer takes both
+//   as_other(p)                     p as a pointer to threadgroup memory, not device, or vice versa
 //   workers_barrier(n)              a threadgroup_barrier of the first n threads
-//   multiply_bytes(c, a, b)         c += a b, for a[16][32] and b[32][8] of signed bytes. Of a,
-//                                   lane l has rows l / 4 and l / 4 + 8: four bytes from column
-//                                   l % 4 * 4 on in a[0] and a[1], four from 16 columns on in a[2]
-//                                   and a[3]. Of b it has column l / 4, from the same rows on, in
-//                                   b[0] and b[1]; of c columns l % 4 * 2 and the next, in row
-//                                   l / 4 in c[0] and c[1], in row l / 4 + 8 in c[2] and c[3]
+//   multiply_bytes(c, a, b)         c[16][8] += a[16][32] b[32][8], of signed bytes. Lane l has
+//       rows l / 4 and l / 4 + 8 of a, four bytes from column l % 4 * 4 on in a[0] and a[1], four
+//       from 16 columns on in a[2] and a[3]; column l / 4 of b, from the same rows on, in b[0] and
+//       b[1]; columns l % 4 * 2 and the next of c, in c[0] and c[1], of row l / 4 + 8 in c[2], c[3]
 
-// A power of two that a decoder has subtracted is added again: then both go away. It is taken off
-// the sum, see group_add.
+// A decoder may have subtracted a power of two from codes: code_bytes adds it again, so compilers
+// drop both, and group_add takes it off the sum.
 static inline int byte_bias(int format) {
     int bias = format_bias(format);
     return bias < 64 && (bias & (bias - 1)) == 0 ? bias : 0;
@@ -1241,10 +1227,9 @@ QUANT_INLINE uint code_bytes(int format, uint word) {
     return bias ? (word ^ 0x80808080) - (128 - bias) * 0x01010101 : word;   // no byte borrows
 }
 
-// Adds a group's part of a row's product. s0 is the sum of codes * bytes of 32 columns; or, where
-// 16 share a scale, of the first 16, and s1 of the others. d: two scales, two offsets. x: what a
-// staged group has behind its bytes. One product is added at a time: so a compiler that makes one
-// instruction of both has no choice which.
+// Adds a group's part of a row's product. s0: the sum of codes * bytes; or, where 16 share a scale,
+// of the first 16, and s1 of the others. d: scales, offsets. x: the floats of a staged group. One
+// product is added at a time: so all variants get the same multiply-adds.
 QUANT_INLINE void group_add(int format, bool halves, int s0, int s1, thread const float *d,
         float4 x, thread float *acc) {
     float bias = byte_bias(format), m0 = bias > 0.0f ? -bias * d[0] : d[2];
@@ -1257,13 +1242,12 @@ QUANT_INLINE void group_add(int format, bool halves, int s0, int s1, thread cons
 }
 
 // Adds the parts of the two groups that a lane has decoded, qa of format fa in row l / 4 and qb of
-// fb in row l / 4 + 8, to acc[2 t] and acc[2 t + 1] of each token t. Eight products c += a b take
-// four codes of each lane's group at a time; here are the first of them:
-//   row r of a           codes 0..3 of group 0 | of group 1 | of 2 | of 3 | codes 4..7 of 0 | ..
-//   column 2 i of b      numbers 0..3 and 4..7 of the first token's group i, in the rows where
-//                        codes of group i meet them; zeros in the others
-//   column 2 i + 1       the same of the second token
-//   c[r][2 i]            so that is the first token's sum of group i, in the lane that decoded it
+// fb in row l / 4 + 8, to acc[2 t] and acc[2 t + 1] of each token t, by products c += a b of four
+// codes of each lane's group, and the next four:
+//   row r of a        codes 0..3 of group 0 | of group 1 | of 2 | of 3 | codes 4..7 of group 0 | ..
+//   column 2 i of b   the first token's numbers where codes of group i meet them, or else zeros
+//   column 2 i + 1    the second token's
+//   c[r][2 i]         so that is the first token's sum of group i, in the lane that decoded it
 // x: the lane's group as it is staged; right: where its part of b is, in the group of the first
 // token or of the second, or in zeros.
 QUANT_INLINE void codes_dot(int fa, int fb, thread const uint *qa, thread const uint *qb,
@@ -1290,10 +1274,9 @@ QUANT_INLINE void codes_dot(int fa, int fb, thread const uint *qa, thread const 
 
 #define IS_GLU (EPILOGUE == EPILOGUE_GLU)
 
-// What a thread is: its threadgroup has the rows first .. end - 1 of all, and inputs from number x0
-// on; of workers, its team, and its number in that
 struct ring_thread {
-    int first, end, x0, team, worker;
+    int first, end, x0;                                   // its threadgroup's rows and first input
+    int team, worker;                                     // a worker's team, and number in that
     uint tid, lane;
 };
 static inline int workers(void) { return TEAMS * RING_WORKERS; }
@@ -1303,9 +1286,8 @@ static inline int row_sums(void) { return IS_GLU ? 2 : 1; }        // of a worke
 static inline int sums_met(void) { return ring_sums(TEAMS) / tokens_met(); }   // of a token
 static inline int rows_met(void) { return sums_met() / row_sums(); }   // until the next barrier
 
-// The tile that begins at row r of all: its matrix, the number of its expert's choice, its first
-// row in that matrix, and how many it has. It ends before the matrix, the threadgroup's rows and
-// the next barrier do.
+// The tile that begins at row r of all: its matrix, its expert's choice, its first row in that
+// matrix, and how many it has, none behind the matrix, the threadgroup's end or the next barrier.
 struct ring_tile { int which, choice, row, n; };
 static inline struct ring_tile tile_at(int r, struct ring_thread me,
         constant struct product_args *a) {
@@ -1319,19 +1301,16 @@ static inline struct ring_tile tile_at(int r, struct ring_thread me,
     return tile;
 }
 
-// Row i of a slot: its matrix, and its row in the tile, which may be behind the last one. For the
-// GLU each team has 8 rows of gate, then the same rows of up.
+// Row i of a slot: its matrix, and its row in the tile, or behind it. GLU: a team has 8 rows of
+// gate, then the same rows of up.
 struct slot_row { int which, row; };
 static inline struct slot_row row_at(int i, struct ring_tile tile) {
-    int half_tile = RING_TILE / 2;
-    struct slot_row x = {tile.which, i};
-    if (!IS_GLU) return x;
-    x.which = i / half_tile % 2;
-    x.row = i / RING_TILE * half_tile + i % half_tile;
-    return x;
+    int of = RING_TILE / 2;
+    struct slot_row plain = {tile.which, i}, glu = {i / of % 2, i / RING_TILE * of + i % of};
+    return IS_GLU ? glu : plain;
 }
 
-// where the row of a tile begins at piece p, in bytes behind the bound address
+// where a row's piece p begins, in bytes behind the bound address
 static inline ulong piece_start(struct slot_row x, struct ring_tile tile, int expert, int p,
         constant struct product_args *a) {
     constant struct kernel_matrix *m = &a->w[x.which];
@@ -1339,17 +1318,12 @@ static inline ulong piece_start(struct slot_row x, struct ring_tile tile, int ex
            (ulong)p * m->piece_bytes;
 }
 
-// a slot, and the round in which it is filled
-struct ring_place { int slot, round; };
+struct ring_place { int slot, round; };                   // a slot, the round that it is filled in
 static inline void place_step(thread struct ring_place *at, int slots) {
     at->slot++;
     if (at->slot < slots) return;
     at->slot = 0;
     at->round++;
-}
-
-static inline int input_floats(constant struct product_args *a) {
-    return ring_input(a->cols, LANE_GROUPS, tokens_met());
 }
 
 // The parts of threadgroup memory: see at_zeros and what follows it
@@ -1361,7 +1335,7 @@ struct ring_memory {
 static inline struct ring_memory ring_parts(threadgroup float *shared,
         constant struct product_args *a) {
     threadgroup mbarrier *full = (threadgroup mbarrier *)shared;
-    int slots = at_slots(TEAMS, input_floats(a), a->inputs);
+    int slots = at_slots(TEAMS, a->input, a->inputs);
     struct ring_memory m = {full, full + RING_SLOTS, full + 2 * RING_SLOTS, shared + at_zeros(),
                             shared + at_sums(), shared + at_squares(TEAMS),
                             shared + at_inputs(TEAMS), (threadgroup uchar *)(shared + slots)};
@@ -1376,8 +1350,8 @@ static inline void ring_set_up(struct ring_memory m, uint tid, constant struct p
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the mbarriers are there
 }
 
-// A copier's lane feeds row i of slot after slot, each as soon as it is free again, with all pieces
-// of the threadgroup's rows. A row behind the tile's last one gets an empty copy, which arrives.
+// A copier's lane feeds row i of slot after slot, each as soon as it is free again; behind a tile's
+// last row with an empty copy, which arrives, too.
 static inline void ring_feed(struct ring_memory m, struct ring_thread me, device const uchar *w0,
         device const uchar *w1, device const uchar *w2, device const int *chosen, int i,
         constant struct product_args *a) {
@@ -1437,10 +1411,9 @@ static inline int worker_steps(int cols, int worker) {
     return max(div_up(left, ring_turn(LANE_GROUPS)), 1) * LANE_GROUPS;
 }
 
-// Waits for x, and stages a worker's columns of it, after their norm: its steps begin .. end - 1,
-// where those of input t0 are in front, then those of t0 + by, and so on. squares[t] gets the sums
-// of x * x, one from each worker. The loads of STAGE_STEPS steps overlap, and the first ones of the
-// norm's weights do not wait, as these are no launch's output.
+// Waits for x, and stages a worker's columns of it, after their norm: its steps begin .. end - 1 of
+// input t0, t0 + by, and so on. squares[t] gets each worker's sum of x * x. The loads of
+// STAGE_STEPS steps overlap; the norm's first weights are no launch's output, so they do not wait.
 enum { STAGE_STEPS = 4 };
 static inline void ring_stage(struct row_input in, int t0, int by, int begin, int end,
         threadgroup float *inputs, threadgroup float *squares, int worker,
@@ -1462,13 +1435,11 @@ static inline void ring_stage(struct row_input in, int t0, int by, int begin, in
             v[j] = four_floats(in.x + (ulong)t[j] * a->x_step, col[j], in.cols);
         QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++) {
             if (u0 + j >= end) break;                     // all lanes
-            float4 x = {0.0f, 0.0f, 0.0f, 0.0f};          // behind the row's end
-            if (col[j] < in.cols) x = v[j] * w[j];
             for (int e = 0; e < 4; e++) square += v[j][e] * v[j][e];
             threadgroup float *to = inputs + col[j] / 32 * ring_group(tokens_met());
-            to += t[j] * (TOKENS > 1 ? RING_GROUP : input_floats(a));
+            to += t[j] * (TOKENS > 1 ? RING_GROUP : a->input);
             if (col[j] < ring_padded(in.cols, LANE_GROUPS))   // all lanes, or none
-                stage_four(x, col[j] % 32, to);
+                stage_four(v[j] * w[j], col[j] % 32, to);   // behind the row's end they are 0
             if (!NORMED || (u0 + j + 1) % each != 0) continue;
             square = simd_sum(square);
             if (in.lane == 0) squares[t[j] * RING_WORKERS + worker] = square;
@@ -1482,11 +1453,10 @@ static inline void ring_stage(struct row_input in, int t0, int by, int begin, in
 static inline void ring_take(struct ring_memory m, struct ring_thread me, device const float *x,
         device const float *weights, int n, constant struct product_args *a) {
     if (PACKED) {                                         // squares, and inputs behind them
-        int floats = FEW * RING_WORKERS + input_floats(a);
+        threadgroup uchar *to = (threadgroup uchar *)m.squares;
+        int bytes = 4 * (FEW * RING_WORKERS + a->input);
         input_wait();
-        if (me.tid == 0)
-            mbarrier_copy(m.arrived, (threadgroup uchar *)m.squares, (device const uchar *)x,
-                          4 * floats);
+        if (me.tid == 0) mbarrier_copy(m.arrived, to, (device const uchar *)x, bytes);
         mbarrier_wait(m.arrived, 0);
         return;
     }
@@ -1505,8 +1475,7 @@ QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra, threadgr
     int last = groups / LANE_GROUPS - 1, mine = me.lane % 4;
     bool second = me.lane / 4 % 2, meets = (int)me.lane / 8 == mine;   // its column in codes_dot
     bool zero = !meets || (second && tokens_met() == 1);
-    // What a lane takes is number `take` of the piece. Past the row's end, where it takes the last
-    // again, x is 0; past the piece's end there is none, as pieces are whole turns.
+    // past the row's end a lane takes the last again, and x is 0; pieces are whole turns
     for (int i = 4 * me.worker; i <= last; i += 4 * RING_WORKERS) {
         uint take = min(i + mine, last), qa[2][8], qb[2][8];
         float da[2][4], db[2][4];                         // scales, offsets
@@ -1521,8 +1490,8 @@ QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra, threadgr
     }
 }
 
-// The same for a team's rows of piece p of a tile, when its slot is full. Rows behind the tile's
-// last one are whatever is in the slot, and their sums are not used; a team may have no other.
+// The same for a team's rows of piece p of a tile, when its slot is full. Rows behind the tile are
+// whatever is in the slot, and their sums are not used; a team may have no others.
 QUANT_INLINE void ring_piece(struct ring_memory m, struct ring_thread me, int slot, int round,
         struct ring_tile tile, int expert, int p, threadgroup const float *x,
         constant struct product_args *a, thread float *acc) {
@@ -1570,7 +1539,7 @@ QUANT_INLINE void ring_rows(struct ring_memory m, struct ring_thread me,
         tile = tile_at(r, me, a);
         int expert = EXPERTS ? chosen[tile.choice] : 0;
         int input = EXPERTS ? input_of(tile.choice, a) - me.x0 : 0;
-        threadgroup const float *x = m.inputs + input * input_floats(a);
+        threadgroup const float *x = m.inputs + input * a->input;
         QUANT_UNROLL for (int i = 0; i < 2 * tokens_met(); i++) acc[i] = 0.0f;
         for (int p = 0; p < a->pieces; p++) {
             ring_piece(m, me, at->slot, at->round, tile, expert, p, x, a, acc);
@@ -1581,8 +1550,7 @@ QUANT_INLINE void ring_rows(struct ring_memory m, struct ring_thread me,
     }
 }
 
-// what is done with the products of a matrix
-struct ring_end {
+struct ring_end {                                         // of the products of a matrix
     device const float *bias, *scales;
     device float *y;
 };
@@ -1599,8 +1567,7 @@ static inline float ring_sum(threadgroup const float *sums, int which, int row, 
     return sum * a->factor;
 }
 
-// The result of rows from .. to - 1 that a thread writes, if it `has` one: of the first row of a
-// tile, for a token; y: its place
+// The result of rows from .. to - 1 that a thread writes, if it `has` one: of a tile's first row
 struct ring_result { struct ring_tile tile; int token; ulong y; bool has; };
 static inline struct ring_result result_of(struct ring_thread me, int from, int to,
         constant struct product_args *a) {
@@ -1611,30 +1578,27 @@ static inline struct ring_result result_of(struct ring_thread me, int from, int 
     return x;
 }
 
-// Writes it from the sums of all workers. other: what the epilogue adds; e0 to e2: of the matrices
+// writes it; sums: of all workers; other: what the epilogue adds; e0 to e2: of the matrices
 static inline void ring_finish(struct ring_memory m, struct ring_thread me, struct ring_result x,
         threadgroup const float *sums, float other, struct ring_end e0, struct ring_end e1,
         struct ring_end e2, device const int *chosen, constant struct product_args *a) {
     int choice = x.tile.choice, expert = EXPERTS ? chosen[choice] : 0, row = x.tile.row;
     int input = EXPERTS ? input_of(choice, a) - me.x0 : x.token;
-    struct ring_end end = OF_THREE(x.tile.which, e0, e1, e2);
-    float square = 0.0f, scale = 1.0f, v;
+    int which = IS_GLU ? 1 : x.tile.which;                // gate is 0
+    struct ring_end end = OF_THREE(which, e0, e1, e2);
+    float square = 0.0f, scale = 1.0f;
     if (!x.has) return;
     sums += x.token * sums_met() + (int)me.tid % rows_met() * row_sums();
     for (int i = 0; NORMED && i < RING_WORKERS; i++) square += m.squares[input * RING_WORKERS + i];
     if (NORMED) scale = rsqrt(square / (float)a->cols + a->eps);
-    if (!IS_GLU) v = ring_sum(sums, x.tile.which, row, expert, scale, end, a);
-    else {
-        other = ring_sum(sums, 0, row, expert, scale, e0, a);   // the gate
-        v = ring_sum(sums + 1, 1, row, expert, scale, e1, a);
-    }
-    finish(end.y + x.y, v, &a->end, other);
+    if (IS_GLU) other = ring_sum(sums, 0, row, expert, scale, e0, a);
+    float v = ring_sum(sums + row_sums() - 1, which, row, expert, scale, end, a);
+    finish((IS_GLU ? e0.y : end.y) + x.y, v, &a->end, other);
 }
 
-// What gemv computes, with the same buffers, for one token or, if TOKENS is more, for `few`: their
-// inputs are in x, or PACKED by ring_inputs. EXPERTS: for the choices of a few tokens, as one token
-// each, as a threadgroup's rows seldom belong to more than two of them. Grid: one or two
-// threadgroups for each core of the GPU, each with a row at least.
+// What gemv computes, with the same buffers, for one token or, if TOKENS is more, for `few`, whose
+// inputs are in x, or PACKED. EXPERTS: for the choices of a few tokens, each as one token, as few
+// share a threadgroup. Grid: one or two threadgroups for each core, each with a row at least.
 kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
@@ -1660,17 +1624,14 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
     if (EXPERTS) inputs = input_of((end - 1) / rows, a) + 1 - me.x0;
     ring_take(m, me, x, weights, inputs, a);
     struct ring_place at = {0, 0};
-    threadgroup float *sums = m.sums, *next = sums + RING_WORKERS * ring_sums(TEAMS);
-    for (int from = first; from < end; from += rows_met()) {
+    for (int from = first, buffer = 0; from < end; from += rows_met(), buffer ^= 1) {
         int to = min(from + rows_met(), end);
+        threadgroup float *sums = m.sums + buffer * RING_WORKERS * ring_sums(TEAMS);
         struct ring_result soon = result_of(me, from, to, a);
         float old = soon.has && EPILOGUE == EPILOGUE_ADD ? other[soon.y] : 0.0f;   // is on its way
         ring_rows(m, me, &at, chosen, from, to, sums, a);
         workers_barrier(workers() * SIMD_LANES);          // all sums are there
         ring_finish(m, me, result_of(me, from, to, a), sums, old, e0, e1, e2, chosen, a);
-        threadgroup float *done = sums;
-        sums = next;
-        next = done;
     }
 }
 
@@ -2010,6 +1971,13 @@ static inline float merged_value(int i, int slices, device const float *q,
     return attention_value(o, m, sum, sinks + head, q + head * query_step() + HEAD_DIM + e, a);
 }
 
+// Is row r of the KV ring one of the a->n that a pass writes whose first position is `start`?
+static inline bool row_is_new(int r, int start, constant struct attention_args *a) {
+    int behind = r - kv_row(start, a);
+    if (behind < 0 && r >= a->keep) behind += a->rows - a->keep;   // beyond the ring's end
+    return behind >= 0 && behind < a->n;
+}
+
 // out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q . k) * v, for few queries.
 // FUSED is 1 for one token: QK norm, RoPE and the write to the cache happen here, too. Then each
 // threadgroup of the last slice computes the newest key itself: another may still be writing it.
@@ -2049,10 +2017,8 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int r = (slice * nsg + sg) * rows, next = slices * nsg * rows;
     bool newest = FUSED && slice == slices - 1;           // has the new key, besides other rows
     // rows of earlier passes are there; those that rope writes in this one come with the input
-    int fresh = FUSED == 1 ? 0 : a->n, first = kv_row(start, a);
-    int since = r + (int)lane % rows - first;             // rows behind the pass's first
-    if (since < 0 && since + first >= a->keep) since += a->rows - a->keep;
-    if (!MERGES || simd_max(since >= 0 && since < fresh ? 1 : 0)) { input_wait(); }
+    int waits = FUSED != 1 && row_is_new(r + (int)lane % rows, start, a);
+    if (!MERGES || simd_max(waits)) { input_wait(); }
     bool some = MERGES && rows_see(&loaded, pos_k, pos, slot, r, used, a, lane);
     if (some) rows_load(&loaded, k, v, pos, lane);
     if (FUSED != 1) { input_wait(); }
@@ -2096,10 +2062,10 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     if (!MERGES || slices == 1) return;
     threadgroup int *before = (threadgroup int *)shared;
     threadgroup_barrier(mem_flags::mem_threadgroup);      // all has been written, `shared` is read
-    if (tid == 0) *before = count_up(&now[NOW_SIZE + unit]);
+    if (tid == 0) *before = count_up(&now[NOW_COUNTS + unit]);
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the count is there
     if (*before + 1 < slices) return;                     // the whole threadgroup
-    if (tid == 0) now[NOW_SIZE + unit] = 0;               // for the next layer
+    if (tid == 0) now[NOW_COUNTS + unit] = 0;               // for the next layer
     out += (ulong)t * a->n_head * VALUE_DIM;
     parts += (ulong)t * a->n_head * a->slices * (VALUE_DIM + 2);
     for (int i = head * VALUE_DIM + tid; i < (head + heads) * VALUE_DIM; i += all)

@@ -26,8 +26,8 @@ _Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");   // the state as llm.c has
 
 // ---- 1. the device ----
 //
-// The functions device_* stand here twice, for NVIDIA and for Apple. Other code knows only whether
-// the GPU has copies (DEVICE_COPIES), and whether it has gemv_ring (g->room).
+// The functions device_* stand here twice, for NVIDIA and for Apple. Other code knows whether the
+// GPU has copies (DEVICE_COPIES), and for gemv_ring its cores and their memory (g->room, or 0).
 
 // tiles of gemm and flash_attention: buffers, tokens, threadgroup memory; the tests try both, and
 // gemv_ring on a device of theirs with SOFT_CORES and SOFT_ROOM
@@ -67,7 +67,7 @@ typedef struct Gpu {
     int own_cols;               // more columns of a few tokens' inputs are packed by ring_inputs
     Pool *pool;                 // the session's, for the compiler
     Map own;                    // memory for what follows
-    int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE + FEW * n_head], see kernels.metal
+    int32_t *ids, *now;         // [chunk] tokens; [NOW_COUNTS + FEW * n_head], see kernels.metal
     uint16_t *halves;           // [rows][half_step of an input], which gemm reads
     float *powers;              // [rows] see halve
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate also takes their results
@@ -947,21 +947,21 @@ static bool is_float(const Matrix *w) { return quant_row_bytes(w->type, 1); }   
 // tokens that gemv and gemv_ring compute for n, some of them in vain
 static int tokens_for(int n) { return n > 4 ? FEW : n > 2 ? 4 : n; }
 
-// bytes of threadgroup memory in front of gemv_ring's slots
-static int ring_bytes(const struct product_args *a, int lane_groups, int tokens, int teams) {
-    return 4 * at_slots(teams, ring_input(a->cols, lane_groups, tokens), a->inputs);
+// as many of gemv_ring's slots as `room` bytes of threadgroup memory have
+static int ring_slots(struct product_args *a, int lane_groups, int tokens, int teams, int room) {
+    a->input = ring_input(a->cols, lane_groups, tokens);
+    room -= 4 * at_slots(teams, a->input, a->inputs);
+    return smaller(room / (teams * RING_TILE * a->stride), RING_SLOTS);
 }
 
 // What gemv_ring runs for up to `few` tokens, with `room` bytes: a->few of them (0: none), with
-// a->inputs staged apart and a->slots. per_token: the inputs of a token for its experts, or 0. Several
-// tokens meet the weights together in the first of these ways that has slots enough, eight of them
-// or, if no way has, four and then the others: a short launch as for one token, so that the next
-// one fits beside it; with two teams and all memory; with one. Experts' tokens run as one does.
+// a->inputs and a->slots. per_token: a token's inputs for its experts, which run as for one token,
+// or 0. Else weights meet all tokens, or half, in the first of these ways that has slots enough:
+// beside the next launch, as for one token; with two teams and all memory; with one.
 typedef struct { int tokens, teams, room; } RingPlan;   // TOKENS, TEAMS, bytes
 static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int per_token,
                           int lane_groups, int room) {
-    enum { MANY = 4, LEAST = 2 };       // slots
-    int rows = RING_TILE * a->stride;   // bytes of a team's rows in a slot
+    enum { MANY = 4, LEAST = 2 };   // slots
     const struct { int teams, room, slots; } ways[] = {
         {1, lane_groups == 1 ? room : 0, MANY}, {2, g->room, LEAST}, {1, g->room, LEAST}};
     for (int tokens = per_token ? 1 : tokens_for(few); tokens > 1; tokens /= 2)
@@ -969,14 +969,13 @@ static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int per
             int teams = ways[i].teams, most = ways[i].room;
             a->few = smaller(few, tokens);
             a->inputs = 1;   // of all tokens
-            a->slots = (most - ring_bytes(a, lane_groups, tokens, teams)) / (teams * rows);
-            a->slots = smaller(a->slots, RING_SLOTS);
+            a->slots = ring_slots(a, lane_groups, tokens, teams, most);
             if (a->slots >= ways[i].slots) return (RingPlan){tokens, teams, most};
         }
     for (a->few = per_token ? few : 1; a->few; a->few--) {
         int inputs = per_token * a->few;   // a threadgroup has rows of its share and one more
         a->inputs = inputs > 1 ? div_up(inputs, g->cores) + 1 : 1;
-        a->slots = smaller((room - ring_bytes(a, lane_groups, 1, 1)) / rows, RING_SLOTS);
+        a->slots = ring_slots(a, lane_groups, 1, 1, room);
         if (a->slots >= LEAST) break;
     }
     return (RingPlan){1, 1, room};
@@ -1012,14 +1011,12 @@ static void pack_inputs(Gpu *g, Dispatch *d, struct product_args a, int lane_gro
 
 // gemv_ring for as many of up to FEW tokens as it has room for, whose number it returns. 0: it
 // cannot compute this product, which is gemv's then. For one token, on an H100:
-//   a launch is           threadgroups of a core    memory of each    LANE_GROUPS
-//   short                 1, and 1 of the next      112 KB            1
-//   long, of wide rows    1                         210 KB            2
-//   long, of other rows   2                         112 KB            1
-// Its core has 227 KB, of which each threadgroup takes 1 more; the rest is its cache. Whether a
-// launch is long does not depend on tokens: so each gets the bits that it has alone.
+//   a launch is           a core's 227 KB have          LANE_GROUPS
+//   short                 112 KB of this and the next   1
+//   long, of wide rows    210 KB, and a cache           2
+//   long, of other rows   two threadgroups' 112 KB      1
+// Whether it is long does not depend on tokens: so each gets the bits that it has alone.
 static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
-    enum { DEEP = 210 << 10, SHALLOW = 112 << 10 };
     Gpu *g = s->gpu;
     uint64_t bytes = 0, rows = 0;   // of a token
     int per_token = p->experts == EXPERTS_SORTED ? a->each : p->experts != EXPERTS_NONE;
@@ -1032,7 +1029,7 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
     if (rows * FEW * 2 * g->cores >> 32) return 0;   // they are multiplied by threadgroups
     bool longer = bytes / g->cores > g->many;
     int lane_groups = longer && a->cols >= ring_turn(2) && a->cols % 64 == 0 ? 2 : 1;
-    int room = lane_groups > 1 ? smaller(DEEP, g->room) : smaller(SHALLOW, g->room / 2);
+    int room = lane_groups > 1 ? smaller(210 << 10, g->room) : smaller(112 << 10, g->room / 2);
     cut_rows(p, a, lane_groups);
     plan_ring(g, a, 1, per_token, lane_groups, room);
     if (!a->few) return 0;   // nor do several take it then
@@ -1045,8 +1042,8 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
     if (a->threadgroups > (int)rows) a->threadgroups = rows;   // each has a row
     d->kernel = "gemv_ring";
     d->groups = a->threadgroups;
-    d->threads = ring_threads(plan.teams);
-    d->shared = ring_bytes(a, lane_groups, plan.tokens, plan.teams) / 4;
+    d->threads = (plan.teams * RING_WORKERS + RING_COPIERS) * SIMD_LANES;
+    d->shared = at_slots(plan.teams, a->input, a->inputs);
     d->shared += a->slots * plan.teams * RING_TILE * a->stride / 4;
     d->constant[C_LANE_GROUPS] = lane_groups;
     d->constant[C_TOKENS] = plan.tokens;
@@ -1063,8 +1060,7 @@ static int run_units(Session *s, const Products *p, Dispatch *d, struct product_
     bool heads = p->experts == EXPERTS_HEADS, gather = p->experts == EXPERTS_GATHER;
     bool meet = !p->experts && p->n <= FEW;
     for (int i = 0; i < p->k; i++) meet &= is_float(p->w[i]);
-    int n = heads || p->n > FEW ? p->n : 1;
-    int all = 0;
+    int n = heads || p->n > FEW ? p->n : 1, all = 0;
     int inputs = gather ? n : n * a->each;
     bool staged = inputs == 1 && !is_float(p->w[0]) && p->w[0]->cols <= STAGED_COLS;
     int nsg = staged ? STAGED_SIMDGROUPS : GEMV_SIMDGROUPS;
@@ -1097,8 +1093,7 @@ static void run_gemv(Session *s, Products p) {   // for up to FEW tokens, or n o
         if (p.experts) d.bound[GEMV_CHOSEN] = chosen;
         done = run_ring(s, &p, &d, &a);
         if (!done) done = run_units(s, &p, &d, &a);
-        int inputs = p.experts == EXPERTS_SORTED ? done * a.each : done;
-        p.in.x += inputs * input_step(p.w[0]);
+        p.in.x += done * (p.experts == EXPERTS_SORTED ? a.each : 1) * input_step(p.w[0]);
         if (p.e.other) p.e.other += done * output_step(p.w[0]);
         for (int i = 0; i < n_results(&p); i++) y[i] += done * a.each * output_step(p.w[i]);
         if (p.experts) chosen += done * a.each;
@@ -1260,8 +1255,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
                      [C_QK_LATE] = c->qk_norm_late, [C_CENTRED] = c->norm != NORM_RMS,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
-                     [C_MERGES] = merges,
-                     [C_CAUSAL] = c->causal, [C_SPANS] = spans}};
+                     [C_MERGES] = merges, [C_CAUSAL] = c->causal, [C_SPANS] = spans}};
     if (q_whole) run_norm(s, q, qn, c->norm, w->n_head * w->hd, q, n, STORE);
     if (k_whole && own) run_norm(s, s->k, kn, c->norm, w->n_kv * w->hd, s->k, n, STORE);
     if (c->values_normed && own)
@@ -1304,8 +1298,7 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
     const Config *c = &s->m->config;
     const Cache *kv = &s->cache[s->l];
     struct attention_args a = {.n = n, .n_head = w->n_head, .n_rot = w->n_rot, .rows = kv->rows,
-                               .keep = kv->keep,
-                               .q_step = w->q.rows / w->n_head, .eps = c->eps,
+                               .keep = kv->keep, .q_step = w->q.rows / w->n_head, .eps = c->eps,
                                .sharpen_scale = c->sharpen_scale,
                                .sharpen_length = c->sharpen_length};
     run_kernel(s, a, "latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
@@ -1521,31 +1514,28 @@ static bool run_block(Session *s, const Layer *w, int n) {
 //
 // A pass encodes all its dispatches in the order in which they run, and waits for them at its end.
 
-// The end of a block: y[n][dim] = base + post(w in), or, in an encoder, post(base + w in), and
-// attn_norm_2 of that, if there is one. tmp [n][dim] is scratch. If w is NULL, the experts' sum
-// takes the place of w in.
+// The end of a block: y[n][dim] = base + post(w in), or, in an encoder, post(base + w in); then
+// attn_norm_2 of that plus base, if there is one, and at a layer's end its scale. tmp [n][dim] is
+// scratch. If w is NULL, the experts' sum takes the place of w in.
 typedef struct {
     const Matrix *w;
     const float *in, *base;
     const Norm *post;
     float *tmp, *y;
 } Residual;
-// at the end of a layer's last block the layer's scale is applied, too
 static void run_residual(Session *s, const Layer *l, Residual r, int n) {
     const Config *c = &s->m->config;
-    const Norm *post = r.post;
-    bool after = post->w && c->encoder, before = post->w && !after;
-    bool again = post == &l->attn_post_norm && l->attn_norm_2.w;
-    bool ends = post == (l->input_gate.data ? &l->input_norm : &l->ffn_post_norm);
+    const Norm *last = l->input_gate.data ? &l->input_norm : &l->ffn_post_norm;   // of a layer
+    bool again = r.post == &l->attn_post_norm && l->attn_norm_2.w;
+    bool sum_last = r.post->w && !c->encoder;   // behind the norm
     Epilogue add = {.kind = EPILOGUE_ADD, .other = r.base, .factor = c->residual_scale};
-    Epilogue e = before ? STORE : add;
-    float *to = before || again ? r.tmp : r.y;
-    float *normed = again ? r.tmp : r.y;
-    if (before && ends && l->out_scale) add.scale = *l->out_scale;
-    if (r.w) run_product(s, r.w, (Input){r.in, NULL}, to, n, e);
-    else run_experts_end(s, l, to, n, e);
-    if (post->w) run_norm(s, to, post, c->norm, c->dim, normed, n, before || again ? add : STORE);
-    if (again) run_norm(s, r.tmp, &l->attn_norm_2, c->norm, c->dim, r.y, n, STORE);
+    float *to = again ? r.tmp : r.y, *product = sum_last ? r.tmp : to;
+    if (r.w) run_product(s, r.w, (Input){r.in, NULL}, product, n, sum_last ? STORE : add);
+    else run_experts_end(s, l, product, n, sum_last ? STORE : add);
+    if (r.post == last && l->out_scale) add.scale = *l->out_scale;
+    if (sum_last) run_norm(s, product, r.post, c->norm, c->dim, to, n, add);
+    else if (r.post->w) run_norm(s, to, r.post, c->norm, c->dim, to, n, again ? add : STORE);
+    if (again) run_norm(s, to, &l->attn_norm_2, c->norm, c->dim, r.y, n, STORE);
 }
 
 // One layer, as in forward. If attention and FFN stand side by side, both read s->x, so x plus
@@ -1614,7 +1604,7 @@ static void send_tokens(Session *s, const int32_t *ids, int n, int pos) {
         for (int i = 0; s->cache[l].rows && i < n; i++)
             s->cache[l].pos[cache_row(&s->cache[l], pos + i)] = pos + i;
     each_row(s, angles_row, &s->m->config, n);
-    device_send(g, g->now, NOW_SIZE * sizeof *g->now);
+    device_send(g, g->now, NOW_COUNTS * sizeof *g->now);
     device_send(g, g->ids, n * sizeof *g->ids);
     device_send(g, s->angles[FULL], (size_t)n * c->n_rot * sizeof(float));
     device_send(g, s->angles[WINDOWED], (size_t)n * c->n_rot_local * sizeof(float));
@@ -1772,7 +1762,7 @@ static void plan_gpu(Session *s, Arena *a) {
     g->ids = arena_take(a, n, sizeof *g->ids);
     if (g->room)
         g->packed = arena_take(a, FEW * RING_WORKERS + ring_input(wide, 2, FEW), sizeof *g->packed);
-    g->now = arena_take(a, NOW_SIZE + FEW * heads, sizeof *g->now);
+    g->now = arena_take(a, NOW_COUNTS + FEW * heads, sizeof *g->now);
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
     wide = larger(n * wide, choices * half_step(c->inputs_weighed ? larger(ff, out) : ff));

@@ -4478,8 +4478,8 @@ static Session *lab_session(Lab *x) {   // its structs point into the Lab, so on
 static Session *lab_begin(Lab *x) {   // lab_end runs what is encoded from here on
     lab_session(x);
     soft.n_run = 0;
-    x->g->now = lab_bytes(x->g, (NOW_SIZE + FEW * 64) * sizeof *x->g->now);
-    memset(x->g->now, 0, (NOW_SIZE + FEW * 64) * sizeof *x->g->now);
+    x->g->now = lab_bytes(x->g, (NOW_COUNTS + FEW * 64) * sizeof *x->g->now);
+    memset(x->g->now, 0, (NOW_COUNTS + FEW * 64) * sizeof *x->g->now);
     x->g->halves = lab_bytes(x->g, 2 << 17);   // more than gemm ever takes here
     x->g->powers = lab_floats(x->g, (1 << 17) / GEMM_K, 1);
     x->g->packed = lab_bytes(x->g, 4 << 17);
@@ -4657,7 +4657,6 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     float *in = lab_floats(g, n * cols, 1), *other = lab_floats(g, n * rows[0], wide), *y[3], *v[3];
     const char *name = text_of("%s of %d, tile %d", one ? "gemv" : "gemm", n, tile);
     const float *normed = in;
-    float *h = lab_floats(g, n * cols, 1);
     const Matrix *m[3];
     RandomMatrix w[3];
     Norm norm = lab_norm(g, cols, 0);
@@ -4697,7 +4696,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     Epilogue e = {.kind = way, .other = other, .factor = factor, .softcap = add ? cap : 0,
                   .limit = add ? 0 : cap};
     Input input = {in, NULL};
-    if (one && !add) input = run_input(&x.s, in, &norm, h, n);
+    if (one && !add) input = run_input(&x.s, in, &norm, lab_floats(g, n * cols, 1), n);
     run_products(&x.s, m, k, input, y, n, e);
     lab_end(&x, name);
     lab_tile(name, tile, false);
@@ -4892,13 +4891,11 @@ static Session lab_cpu(const Lab *x, Session s, const Layer *w) {
     return s;
 }
 
-// E experts, of which each of n tokens uses 3, and maybe a shared one. The CPU has their weights
-// as floats, or as gemm has them. Two experts are equal, or all: then the first are chosen.
-// Experts of gemv_ring, each product from the inputs that the GPU has for it. w: weights as floats;
-// weight: of the choices
+// experts of gemv_ring, each product from the inputs that the GPU had for it; w: weights as floats
 static void lab_ring_experts(Lab *x, const Layer *w, const float *in, const Norm *lazy,
                              const float *weight, const float *other, const float *y, int type) {
     const Session *s = &x->s;
+    const Epilogue GLU = {.kind = EPILOGUE_GLU, .factor = 1};
     bool weighed = x->m.config.inputs_weighed;
     int n = s->n, dim = x->m.config.dim, ff = w->ff, used = w->n_used, choices = n * used;
     for (int c = 0; c < choices + (w->shared_up.data ? n : 0); c++) {
@@ -4910,30 +4907,28 @@ static void lab_ring_experts(Lab *x, const Layer *w, const float *in, const Norm
         float *v[2];
         const float *h = own ? x->g->up + c * ff : s->up + t * ff;
         const float *out = own ? x->g->gate + c * dim : s->expert_out + t * dim;
-        for (int i = 0; i < 3; i++) m[i].f = (float *)m[i].m.data;
         float *rounded = lab_rounded(in + t * dim, lazy, 1, dim);
+        float *down = lab_rounded(h, NULL, 1, ff);
+        for (int i = 0; i < 3; i++) m[i].f = (float *)m[i].m.data;
         for (int i = 0; own && weighed && i < dim; i++) rounded[i] *= weight[c];
-        lab_wanted(m, 2, rounded, 1, true, x->m.config.act,
-                   (Epilogue){.kind = EPILOGUE_GLU, .factor = 1}, v);
+        lab_wanted(m, 2, rounded, 1, true, x->m.config.act, GLU, v);
         lab_compare("experts, up", type, h, v[0], ff, 1e-5);
-        lab_compare("experts, down", type, out, product_of(&m[2], lab_rounded(h, NULL, 1, ff), 1),
-                    dim, 1e-5);
+        lab_compare("experts, down", type, out, product_of(&m[2], down, 1), dim, 1e-5);
     }
-    for (int t = 0; t < n; t++) {
-        float *want = need(dim * sizeof *want);
-        for (int i = 0; i < dim; i++) {
-            double sum = 0;
-            for (int c = t * used; c < (t + 1) * used; c++)
-                sum += (weighed ? 1.0 : weight[c]) * x->g->gate[c * dim + i];
-            if (w->shared_up.data)
-                sum += s->expert_out[t * dim + i] *
-                       (w->shared_router.data ? 1 / (1 + exp(-s->gathered[t])) : 1);
-            want[i] = other[t * dim + i] + 0.5 * sum;
-        }
-        lab_compare("experts, sum", type, y + t * dim, want, dim, 1e-5);
+    float *want = need(n * dim * sizeof *want);
+    for (int i = 0; i < n * dim; i++) {
+        int t = i / dim;
+        double sum = 0, own = w->shared_router.data ? 1 / (1 + exp(-s->gathered[t])) : 1;
+        for (int c = t * used; c < (t + 1) * used; c++)
+            sum += (weighed ? 1.0 : weight[c]) * x->g->gate[c * dim + i % dim];
+        if (w->shared_up.data) sum += s->expert_out[i] * own;
+        want[i] = other[i] + 0.5 * sum;
     }
+    lab_compare("experts, sum", type, y, want, n * dim, 1e-5);
 }
 
+// E experts, of which each of n tokens uses 3, and maybe a shared one. The CPU has their weights
+// as floats, or as gemm has them. Two experts are equal, or all: then the first are chosen.
 static void lab_experts(Gpu *g, int type, int n) {
     enum { USED = 3 };
     const int E = type == FORMAT_F16 ? 40 : 7;
@@ -5701,7 +5696,7 @@ static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int6
 static void bench_attention(Gpu *g, const char *name, int H, int hd, int rows, int n, int type) {
     enum { D = 4096, FF = 14336, KV = 8, COPIES = 8 };
     double bytes = 4.0 * KV * rows * hd, flop = 4.0 * hd * H * n * (rows - (n - 1) / 2.0);
-    int32_t *pos = need(rows * sizeof *pos), now[NOW_SIZE + FEW * 64] = {[NOW_POS] = rows - n};
+    int32_t *pos = need(rows * sizeof *pos), now[NOW_COUNTS + FEW * 64] = {[NOW_POS] = rows - n};
     Cache c[COPIES];
     Layer w[COPIES];
     Lab x = lab(g);
@@ -5794,7 +5789,7 @@ template <class T, class U> T as_type(U) { static_assert(sizeof(T) == sizeof(U),
 #define EACH(T) T max(T, T); T min(T, T); T clamp(T, T, T); T abs(T);
 EACH(short) EACH(ushort) EACH(int) EACH(uint) EACH(half) EACH(float) EACH(long) EACH(ulong)
 #define REAL(T) T exp(T); T exp2(T); T rsqrt(T); T sqrt(T); T tanh(T); T fabs(T); T log(T); \
-    T floor(T); T ldexp(T, int); int ilogb(T);
+    T floor(T); T ldexp(T, int); int ilogb(T); T fma(T, T, T);
 REAL(half) REAL(float)
 #define LANES(T) T simd_sum(T); T simd_max(T); T simd_min(T); T simd_shuffle(T, ushort); \
     T simd_shuffle_xor(T, ushort);
@@ -5822,13 +5817,12 @@ template <class D, class A, class B> void simdgroup_multiply(Out<D>, In<A>, In<B
 #define HAS_RING
 typedef ulong mbarrier;
 void next_may_start(), input_wait(), workers_barrier(int);
-void mbarrier_init(threadgroup mbarrier *, int), mbarrier_arrive(threadgroup mbarrier *);
-void mbarrier_wait(threadgroup mbarrier *, int);
-void mbarrier_copy(threadgroup mbarrier *, threadgroup uchar *, device const uchar *, int);
-void multiply_bytes(thread int *, thread const uint *, thread const uint *);
+void mbarrier_init(threadgroup mbarrier *, int), mbarrier_arrive(threadgroup mbarrier *),
+    mbarrier_wait(threadgroup mbarrier *, int),
+    mbarrier_copy(threadgroup mbarrier *, threadgroup uchar *, device const uchar *, int),
+    multiply_bytes(thread int *, thread const uint *, thread const uint *);
 int count_up(device int *);
 uint bits_of(float);
-float fma(float, float, float);
 threadgroup float *as_other(device float *);
 device const uchar *as_other(threadgroup const uchar *);
 #pragma GCC poison vertex fragment object_data double goto register new delete virtual throw try
