@@ -12,14 +12,13 @@
 //    2. groups            32 weights of any format, taken apart by quant.h's decoders
 //       kernels           compute what these functions of llm.c do on the CPU:
 //    3. embed             embed_row
-//       norm              norm
+//       norm              norm, also of whole projections in qkv_share
 //       gate_inputs       layer_input_row
 //       gate_heads        gate_row; the gate in delta_out_row, for KDA
 //       halve             (makes the activations of gemm halves)
 //    4. gemv              matmul for few tokens; epilogues: add_row, activate; head_products
-//       gemv_ring         the same, for GPUs that copy in the background
-//       ring_inputs       (stages the inputs of a few tokens for it)
-//       qk_norm           norm, of whole projections in qkv_share
+//       gemv_ring         the same, for GPUs that copy in the background: CUDA's alone
+//       ring_inputs       (packs the inputs of a few tokens for it)
 //       attention         attention; if FUSED, qkv_share before it
 //       attention_merge   the end of attention, for a long KV ring
 //       latent_row        latent_row
@@ -29,7 +28,6 @@
 //       flash_attention   attention
 //    7. choose_experts    choose_experts
 //       weigh_inputs      gather_row, where inputs are weighed
-//       experts_down      experts, for few tokens, after gemv
 //       sort_choices      sort_choices; also lists the tiles that gemm computes
 //       weigh_experts     the sum at the end of run_experts, and add_shared_row
 //    8. delta_conv        delta_conv
@@ -194,15 +192,16 @@ void multiply_bytes(int *c, const uint *a, const uint *b) {
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-int exponent_of(float x) { return (int)(__float_as_uint(x) >> 23) - 127; }
+#define bits_of(x) __float_as_uint(x)
+#define as_other(p) (p)
 #define workers_barrier(threads) asm volatile("bar.sync 1, %0;" :: "r"(threads) : "memory")
 #define HAS_RING
-#endif
 int count_up(int *p) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
     return before;
 }
+#endif
 float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
@@ -277,14 +276,15 @@ enum { FEW = 8 };
     X(EPILOGUE)      /* what becomes of a product */ \
     X(ACTIVATION)    /* the epilogue's */ \
     X(SOFTCAPPED)    /* scores or logits x become softcap * tanh(x / softcap) */ \
-    X(LIMITED)       /* the GLU: its two factors have a limit; 2: the activation's input has it */ \
+    X(LIMITED)       /* a product that is stored has a limit, or the GLU's two factors; 2: the \
+                        activation's input has it */ \
     X(HEAD_DIM)      /* size of a head of Q and K, a multiple of 4; of a key of delta_rule */ \
     X(VALUE_DIM)     /* size of a head of V, a multiple of 4 */ \
     X(VALUE_STEP)    /* attention: from a row of V to the next; HEAD_DIM if V is part of K */ \
     X(QUERY_HEADS)   /* attention: query heads that a threadgroup computes */ \
     X(ROW_LANES)     /* attention: lanes that share a row, as attention_lanes says */ \
     X(PAIRING)       /* which numbers of a head RoPE rotates as a pair */ \
-    X(QK_NORMED)     /* bits 0, 1: each head of Q, of K is normed; bits 2, 3: Q, K as a whole */ \
+    X(QK_NORMED)     /* bits 0, 1: each head of Q, of K is normed */ \
     X(QK_LATE)       /* they are normed after RoPE, not before */ \
     X(GATED)         /* a gate of its output follows each head's query; also see delta_conv */ \
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
@@ -294,11 +294,11 @@ enum { FEW = 8 };
     X(CAUSAL)        /* a query does not see later positions */ \
     X(SPANS)         /* it sees none before its own span */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
-    X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups; \
-                        gemv_ring: ring_inputs has staged it */ \
-    X(RING)          /* gemv_ring: threadgroups that fit side by side, 1 or 2 */ \
-    X(SETS)          /* gemv, gemv_ring: of four tokens each, 1 or 2; 0: one token */ \
-    X(TEAMS)         /* gemv_ring: of workers, each with a tile of its own */ \
+    X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups */ \
+    X(PACKED)        /* gemv_ring: ring_inputs has staged its inputs */ \
+    X(LANE_GROUPS)   /* gemv_ring: neighbouring groups that a lane takes at once, 1 or 2 */ \
+    X(TOKENS)        /* gemv, gemv_ring: that meet a weight: 1, 2, 4 or 8, some of them in vain */ \
+    X(TEAMS)         /* gemv_ring: of workers, each with 16 rows of a slot */ \
     X(TILE_TOKENS) X(TILE_ROWS)   /* gemm: tokens and rows of a tile */ \
     X(BUFFERS)       /* gemm, flash_attention: buffers of tiles, 1 or 2 */ \
     X(ASKS)          /* delta_rule: the delta rule, which asks the state; else a state space */ \
@@ -318,13 +318,10 @@ enum {
     GEMV_FILL = 2048,                                 // so many SIMD-groups fill a GPU
     STAGED_SIMDGROUPS = 8, STAGED_COLS = 3072,        // where gemv stages inputs; the longest ones
     RING_WORKERS = 8, RING_COPIERS = 2,               // SIMD-groups
-    RING_TILE = 16, RING_SLOTS = 32,                  // rows of a slot; most slots
+    RING_TILE = 16, RING_SLOTS = 32,                  // a team's rows of a slot; most slots
     RING_PIECE = 1024,                                // bytes of a row in a slot, about
-    RING_SUMS = 128, FEW_SUMS = 256,                  // of a SIMD-group between two barriers
-    RING_GROUP = 28, SET_TOKENS = 4,                  // floats of a staged group; tokens of a set
-    CODES_STEP = 132, SCALES_STEP = 40,               // words of 4 groups' codes, of their scales
-    EXCHANGE = 4 * CODES_STEP + 8 * SCALES_STEP,      // both, of a SIMD-group
-    RING_INPUTS = 8,                                  // most chunks of input
+    RING_SUMS = 128,                                  // sums of a worker for each team's rows
+    RING_GROUP = 12,                                  // words of a token's staged group
     DOT_STEPS = 4,                                    // loads of floats that overlap
     X_STRIDE = 36, X_FLOATS = 32 * X_STRIDE,          // 32 groups of x, 4 floats between them
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at once
@@ -359,7 +356,8 @@ struct kernel_matrix {
     int32_t rows;
     float scale;
     uint32_t step;
-    int32_t bias_step, out_step, piece;    // piece: of gemv_ring, in bytes
+    int32_t bias_step, out_step;
+    int32_t piece_bytes;                   // of a row in a slot of gemv_ring
 };
 struct embed_args { struct kernel_matrix w[3]; int32_t cols; };
 struct norm_args {
@@ -372,29 +370,32 @@ struct finish_args { float softcap, limit, alpha_n, alpha_p, beta, eps; };   // 
 struct product_args {
     struct kernel_matrix w[4];
     int32_t cols, x_step, tokens;          // x_step: from an input of gemv to the next
+    int32_t outputs;                       // gemv: of tokens, or of their choices or heads
     int32_t each;                          // choices, or heads, of a token
-    int32_t units;                         // of all matrices; in gemm: the most tiles of tokens
-    int32_t piece, pieces, stride, slots;  // of gemv_ring, whose units are its threadgroups; its
-    int32_t inputs;                        // chunks of input in memory
+    int32_t units;                         // gemv: of all matrices
+    int32_t tiles;                         // gemm: the most tiles of tokens
+    int32_t threadgroups;                  // of gemv_ring; of a token in ring_inputs
+    int32_t piece_cols, pieces;            // gemv_ring: columns of a piece; pieces of a row
+    int32_t stride, slots;                 // bytes from a slot's row to the next; how many it has
+    int32_t inputs, input;                 // that are staged at once; floats of one
     int32_t few;                           // tokens that meet the weights at once, at most FEW
-    int32_t listed;                        // choices that gemv_ring lists: of a few tokens, or 0
     float eps, factor;                     // factor: of W x + bias
     struct finish_args end;
 };
 struct attention_args {
     int32_t n, n_head, n_kv, n_rot, sinks; // n: queries; sinks: 1 if heads have attention sinks
-    int32_t rows, window, keep, span;      // of the ring; see visible
+    int32_t rows, window, keep, span;      // of the KV ring; see visible
     int32_t slices;                        // at most: see query_slices
     int32_t q_step, k_step;                // from a head's QK norm to the next one's, or 0
-    float eps, scale, softcap, limit;      // limit: of Q, K and V, or 0
-    float temp, n_ctx, first;              // see temperature; temp 0: none
+    float eps, scale, softcap;
+    float sharpen_scale, sharpen_length;   // see temperature; scale 0: none
+    int32_t sharpen_next;                  // 1: of the position behind the query's
 };
 struct choose_args { int32_t n_expert, n_used, sigmoid, normed, n_group, group_used; float scale; };
-// shared_cols: 0 without a shared expert; weighed: it has a router
-struct experts_args { struct product_args down; int32_t shared_cols, weighed; };
 struct sort_args { int32_t choices, n_expert, tiles, tile; };    // tile: choices in one
 struct weigh_inputs_args { int32_t dim, n_used, sorted; };   // sorted: by expert
-struct weigh_args { int32_t dim, n_used, shared, weighed; float factor; };
+// shared: 0 without a shared expert; weighed: it has a router; sorted: choices are, by expert
+struct weigh_args { int32_t dim, n_used, shared, weighed, sorted; float factor; };
 struct conv_args { int32_t n, channels, past; };
 struct gate_args { int32_t n, each, softplus; };
 struct delta_args {
@@ -403,10 +404,10 @@ struct delta_args {
     float eps, lower;                      // lower: see kda_lower in llm.c
 };
 
-// What changes from pass to pass is in a buffer of its own, now[NOW_SIZE]: the first token's
-// position; and 1 if the rows of the ring get their positions, 0 if not (in a warm-up). Behind
-// these attention counts the threadgroups that are done, for each of its units.
-enum { NOW_POS, NOW_PLACED, NOW_SIZE };
+// What changes from pass to pass is in a buffer of its own, now[]: at NOW_POS the first token's
+// position; at NOW_PLACED 1 if rows of the KV ring get their positions, 0 if not (in a warm-up);
+// from NOW_COUNTS on, for each unit of attention, how many of its threadgroups are done.
+enum { NOW_POS, NOW_PLACED, NOW_COUNTS };
 
 static inline int div_up(int n, int size) { return (n + size - 1) / size; }
 
@@ -418,15 +419,15 @@ static inline int gemv_most(int all) {
     if (most < 1) return 1;
     return most < GEMV_ROWS ? most : GEMV_ROWS;
 }
-static inline int gemv_rows(int format, int most, int sets) {
+static inline int gemv_rows(int format, int most, int tokens) {
     int rows = GEMV_ROWS;
     if (format == FORMAT_F16 || format == FORMAT_BF16 || format == FORMAT_Q8_0) rows = 2;
     if (format == FORMAT_F32) rows = 1;
-    if (sets) rows = GEMV_ROWS;   // there are more loads of x
+    if (tokens > 1) rows = GEMV_ROWS;   // there are more loads of x
     return rows < most ? rows : most;
 }
-static inline int gemv_units(int format, int rows, int most, int sets) {
-    return div_up(rows, gemv_rows(format, most, sets));
+static inline int gemv_units(int format, int rows, int most, int tokens) {
+    return div_up(rows, gemv_rows(format, most, tokens));
 }
 
 // floats of threadgroup memory for gemv if it is STAGED: its input, and a sum from each SIMD-group
@@ -434,42 +435,38 @@ static inline int staged_floats(int cols) {
     return div_up(cols, 32) * X_STRIDE + STAGED_SIMDGROUPS;
 }
 
-// gemv_ring, of which `ring` threadgroups fit side by side: neighbouring groups that a lane takes
-// at once, as the codes of two share words in many formats; columns as they are staged; columns of
-// a piece of a row, which has a KB at least, as a copy takes a while whatever its length; bytes
-// from a row of a slot to the next, which begins 16 bytes on in the banks and has room to be copied
-// from a multiple of 16 bytes to another; floats of a staged group; groups of a worker's chunk of
-// input; floats of threadgroup memory in front of the slots: barriers, zeros, workers' sums of
-// squares, two buffers of sums, the choices of a few tokens and their list of experts, and inputs
-static inline int ring_span(int ring) { return ring > 1 ? 1 : 2; }
-static inline int ring_padded(int cols, int ring) {
-    return div_up(cols, 128 * ring_span(ring)) * 128 * ring_span(ring);
+// gemv_ring's geometry; `lane_groups` is its constant LANE_GROUPS, see its text.
+// columns of a stretch, of which four lanes have a row, and of a turn, a stretch for each worker
+static inline int ring_stretch(int lane_groups) { return 4 * 32 * lane_groups; }
+static inline int ring_turn(int lane_groups) { return RING_WORKERS * ring_stretch(lane_groups); }
+// columns of an input as it is staged: whole stretches, with zeros behind the row's end
+static inline int ring_padded(int cols, int lane_groups) {
+    return div_up(cols, ring_stretch(lane_groups)) * ring_stretch(lane_groups);
 }
-static inline int ring_cols(int cols, int row_bytes, int ring) {
-    int pieces = row_bytes < RING_PIECE ? 1 : row_bytes / RING_PIECE;
-    int round = RING_WORKERS * 128 * ring_span(ring);
-    return div_up(div_up(cols, pieces), round) * round;
+// columns of a piece: whole turns, and a KB at least, as a copy takes a while whatever its length
+static inline int ring_cols(int cols, int row_bytes, int lane_groups) {
+    int pieces = row_bytes < RING_PIECE ? 1 : row_bytes / RING_PIECE, turn = ring_turn(lane_groups);
+    return div_up(div_up(cols, pieces), turn) * turn;
 }
+// bytes from a row of a slot to the next, which begins 16 bytes on in the banks: a piece, and what
+// copies take with it, since they begin and end at multiples of 16
 static inline int ring_stride(int bytes) { return (bytes + 32 + 15) / 32 * 32 + 16; }
-static inline int ring_group(int sets) {
-    return sets ? 64 * (1 + sets) + 4 * SET_TOKENS * sets : RING_GROUP;
+// sums that a worker has until the next barrier: RING_SUMS for the rows of each team
+static inline int ring_sums(int teams) { return RING_SUMS * teams; }
+// floats of a staged group, and of an input, of all tokens: of eight, 4 more let the next group
+// begin in other banks
+static inline int ring_group(int tokens) { return RING_GROUP * tokens + (tokens == 8 ? 4 : 0); }
+static inline int ring_input(int cols, int lane_groups, int tokens) {
+    return ring_padded(cols, lane_groups) / 32 * ring_group(tokens);
 }
-static inline int ring_chunk(int piece, int ring) {
-    int turn = 4 * ring_span(ring);
-    return div_up(piece, 32 * turn * RING_WORKERS) * turn;
-}
-static inline int ring_threads(int teams) {
-    return (teams * RING_WORKERS + RING_COPIERS) * SIMD_LANES;
-}
-static inline int ring_sums(int sets) { return sets ? FEW_SUMS : RING_SUMS; }
-static inline int ring_list(int choices) { return choices ? div_up(3 * choices + 1, 32) * 32 : 0; }
-static inline int ring_floats(int cols, int piece, int ring, int sets, int teams, int inputs,
-        int choices) {
-    int floats = 4 * RING_SLOTS + SIMD_LANES + RING_WORKERS * (FEW + 2 * ring_sums(sets));
-    floats += ring_list(choices);
-    if (!sets) return floats + ring_padded(cols, ring) / 32 * RING_GROUP;
-    int chunk = ring_chunk(piece, ring) * ring_group(sets);
-    return floats + RING_WORKERS * (4 * RING_INPUTS + teams * EXCHANGE + inputs * chunk);
+// Its threadgroup memory, where each part begins, in floats: at 0 the mbarriers, two of each slot
+// and that of the inputs
+static inline int at_zeros(void) { return 2 * (2 * RING_SLOTS + 2); }      // [FEW] groups of zeros
+static inline int at_sums(void) { return at_zeros() + RING_GROUP * FEW; }  // workers', two buffers
+static inline int at_squares(int teams) { return at_sums() + 2 * RING_WORKERS * ring_sums(teams); }
+static inline int at_inputs(int teams) { return at_squares(teams) + FEW * RING_WORKERS; }
+static inline int at_slots(int teams, int input, int inputs) {   // input: floats of one
+    return at_inputs(teams) + inputs * input;
 }
 
 // gemm: columns of a row of halves, which is whole steps; floats of threadgroup memory: where the
@@ -492,8 +489,8 @@ static inline int expert_tiles(int n, int n_expert, int tile) {
     return n_expert < n ? n / tile + n_expert : n;
 }
 
-// Lanes that share a row of the ring. A lane holds at most two quads (four neighbours) of its key
-// and two of its value, more only if heads are wider than 256. A SIMD-group has 32 / lanes rows
+// Lanes that share a row of the KV ring. A lane holds at most two quads (four neighbours) of its
+// key and two of its value, more only if heads are wider than 256. A SIMD-group has 32 / lanes rows
 // side by side.
 static inline int attention_lanes(int head, int value) {
     int lanes = 4;
@@ -554,15 +551,14 @@ FUNCTION_CONSTANTS(X)
 // ---- words for launches ----
 //
 //   next_may_start()   the next launch may begin
-//   input_wait()       waits for all launches before: what they wrote is there
+//   input_wait()       waits for all launches before: what they wrote is there. In each launch a
+//                      thread calls it before it ends, or the next one's wait would be too short
 //   count_up(p)        returns *p, and adds 1; whoever gets the last number can read what the
 //                      others had written before they counted
 // Metal has none: there each launch waits for the last one's end, and MERGES is 0.
 #ifndef HAS_RING
 #define next_may_start()
 #define input_wait()
-#endif
-#if !defined(HAS_RING) && !defined(__CUDACC__)
 #define count_up(p) 0
 #endif
 
@@ -743,44 +739,28 @@ static inline void group_weights(int format, device const uchar *row, int g, int
     }
 }
 
-// The input of a SIMD-group's product: x[cols], which may be staged in xs[X_FLOATS], and may be
-// normed to (x - mean) * scale * w + bias. An RMSNorm without bias has scale 1 here: the product
-// also sums the squares of x, and the caller divides it by their root. Other norms, for which
-// norm_first is true, need mean and scale beforehand. STAGED: all of x is in xs, normed.
+// The input of a SIMD-group's product: x[cols], which may be staged in xs[X_FLOATS], and may have
+// an RMSNorm: then it is multiplied by w here, the product also sums the squares of x, and the
+// caller divides it by their root. STAGED: all of x is in xs, normed.
 struct row_input {
-    device const float *x, *w, *bias;
+    device const float *x, *w;
     int norm, cols;                                       // NORM bits, or 0
-    float mean, scale, square;                            // square: sum of x * x, if STAGED
+    float square;                                         // sum of x * x, if STAGED
     uint lane;
     threadgroup float *xs;
 };
-// tokens that a SIMD-group computes, those past the last one in vain
-static inline int tokens_met(void) { return SETS ? SET_TOKENS * SETS : 1; }
-
-static inline bool norm_first(void) { return NORMED && (CENTRED || NORMED & NORM_BIAS); }
+// tokens that meet a weight, those past the last one in vain
+static inline int tokens_met(void) { return TOKENS > 1 ? TOKENS : 1; }
 
 static inline float4 norm_weights(int i, thread const struct row_input *in) {
     float4 none = {1.0f, 1.0f, 1.0f, 1.0f};
     return in->norm & NORM_WEIGHTS ? four_floats(in->w, i, in->cols) : none;
-}
-static inline float4 normed_by(float4 v, float4 w, int i, thread const struct row_input *in) {
-    if (in->norm && norm_first()) v = (v - in->mean) * in->scale;
-    if (in->norm & NORM_WEIGHTS) v = v * w;
-    return in->norm & NORM_BIAS ? v + four_floats(in->bias, i, in->cols) : v;
-}
-static inline float4 normed(float4 v, int i, thread const struct row_input *in) {
-    return normed_by(v, norm_weights(i, in), i, in);
 }
 
 // x within -most .. most; 0: as it is. A NaN stays one: clamp, min and max would make it a number.
 static inline float limited(float x, float most) {
     if (most <= 0.0f || !(fabs(x) > most)) return x;
     return x > 0.0f ? most : -most;
-}
-
-// where number i of a row is; with a step, the row consists of heads that lie `step` apart
-static inline int row_index(int i, int step) {
-    return step > 0 ? i / HEAD_DIM * step + i % HEAD_DIM : i;
 }
 
 // the sum of v over the threadgroup, in every thread; part[nsg], or NULL: over the SIMD-group
@@ -793,22 +773,22 @@ static inline float sum_all(float v, threadgroup float *part, uint nsg, uint sg,
     return simd_sum(lane < nsg ? part[lane] : 0.0f);
 }
 
-// The mean (0 unless CENTRED) of the limited x[cols] and, as a result, the scale of its norm, in
-// every thread that sum_all serves. The variance takes a pass of its own, because most digits would
-// cancel in mean(x * x) - mean(x) * mean(x).
-static inline float norm_scale(device const float *x, int step, float limit, int cols, float eps,
-        threadgroup float *part, uint nsg, uint sg, uint lane, thread float *mean) {
+// The mean (0 unless CENTRED) of x[cols] and, as a result, the scale of its norm, in every thread
+// that sum_all serves. The variance takes a pass of its own, because most digits would cancel in
+// mean(x * x) - mean(x) * mean(x).
+static inline float norm_scale(device const float *x, int cols, float eps, threadgroup float *part,
+        uint nsg, uint sg, uint lane, thread float *mean) {
     int first = 4 * (sg * SIMD_LANES + lane), all = 4 * nsg * SIMD_LANES;
     float sum = 0.0f, square = 0.0f;
     for (int i = first; CENTRED && i < cols; i += all) {
-        float4 v = four_floats(x + (row_index(i, step) - i), i, cols);
-        for (int e = 0; e < 4; e++) sum += limited(v[e], limit);
+        float4 v = four_floats(x, i, cols);
+        for (int e = 0; e < 4; e++) sum += v[e];
     }
     *mean = CENTRED ? sum_all(sum, part, nsg, sg, lane) / (float)cols : 0.0f;
     for (int i = first; i < cols; i += all) {
-        float4 v = four_floats(x + (row_index(i, step) - i), i, cols);
+        float4 v = four_floats(x, i, cols);
         for (int e = 0; e < 4; e++) {
-            float d = i + e < cols ? limited(v[e], limit) - *mean : 0.0f;
+            float d = i + e < cols ? v[e] - *mean : 0.0f;
             square += d * d;
         }
     }
@@ -816,12 +796,12 @@ static inline float norm_scale(device const float *x, int step, float limit, int
 }
 
 // A lane's share of the products of R rows of W with the x of each of a few tokens:
-//   sum[t][r] += sum of w[r][i] * normed(x[t][i]),   square[t] += sum of x[t][i] * x[t][i]
+//   sum[t][r] += sum of w[r][i] * norm_weights[i] * x[t][i],   square[t] += sum of x[t][i]^2
 // Rows past `last` repeat it, tokens past `few` the last of these; the caller ignores them.
 //
 // In a float format neighbouring lanes take neighbouring weights, four each, so that together they
 // load whole cache lines. The loads of DOT_STEPS steps overlap.
-static inline void floats_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
+QUANT_INLINE void floats_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
         thread const struct row_input *in, constant struct product_args *a, thread float *sum,
         thread float *square) {
     int cols = in->cols;
@@ -833,13 +813,13 @@ static inline void floats_dot(int format, int R, device const uchar *w, ulong ro
                 ws[r][j] = four_weights(format, row, i0 + j * 4 * SIMD_LANES, cols);
         }
         QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
-            device const float *x = in->x + (SETS ? min(t, a->few - 1) * a->x_step : 0);
+            device const float *x = in->x + (TOKENS > 1 ? min(t, a->few - 1) * a->x_step : 0);
             float4 v[DOT_STEPS];
             QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++) {
                 int i = i0 + j * 4 * SIMD_LANES;
                 v[j] = four_floats(x, i, cols);
                 QUANT_UNROLL for (int e = 0; e < 4; e++) square[t] += v[j][e] * v[j][e];
-                v[j] = normed(v[j], i, in);
+                v[j] = v[j] * norm_weights(i, in);
             }
             QUANT_UNROLL for (int r = 0; r < R; r++)
                 QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++)
@@ -865,7 +845,7 @@ static inline void groups_dot(int format, int R, device const uchar *w, ulong ro
             int col = xs ? 32 * g0 + 4 * lane + 128 * j : 32 * g + 4 * j;
             v[j] = four_floats(in->x, col, cols);
             QUANT_UNROLL for (int e = 0; e < 4; e++) *square += v[j][e] * v[j][e];
-            v[j] = normed(v[j], col, in);
+            v[j] = v[j] * norm_weights(col, in);
         }
         uint q[GEMV_ROWS][8];
         float d[GEMV_ROWS][2], m[GEMV_ROWS][2];
@@ -933,6 +913,7 @@ static inline float activation_xielu(float x, constant struct finish_args *a) {
 // *y = v after soft cap and epilogue, which may read `other`; a: 0 if all in it is 0
 static inline void finish(device float *y, float v, constant struct finish_args *a, float other) {
     if (EPILOGUE != EPILOGUE_GLU && SOFTCAPPED) v = softcap(v, a->softcap);
+    if (EPILOGUE == EPILOGUE_STORE && LIMITED) v = limited(v, a->limit);
     if (EPILOGUE == EPILOGUE_ADD) v += other;
     if (EPILOGUE == EPILOGUE_ACT && ACTIVATION == ACT_XIELU) v = activation_xielu(v, a);
     else if (EPILOGUE == EPILOGUE_ACT) v = activation(v);
@@ -990,7 +971,7 @@ kernel void norm(device const float *x, device const float *w, device const floa
     ulong at = (ulong)tg * a->cols;
     int own = tg % a->groups * a->cols;
     x += at;
-    float mean, scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, shared, nsg, sg, lane, &mean);
+    float mean, scale = norm_scale(x, a->cols, a->eps, shared, nsg, sg, lane, &mean);
     for (int i = 4 * (int)tid; i < a->cols; i += 4 * nsg * SIMD_LANES) {
         float4 v = four_floats(x, i, a->cols), before = {0.0f, 0.0f, 0.0f, 0.0f};
         if (has_other()) before = four_floats(other + at, i, a->cols);
@@ -1053,9 +1034,10 @@ kernel void halve(device const float *x, device half *to, device float *powers,
 // dispatches, which load each byte of weights once, decode it in registers, and forget it:
 //   gemv (norm, Q, K, V, biases) | attention | gemv (Wo, added to x) |
 //   gemv (norm, gate, up, activation) | gemv (down, added to x)
-// Every SIMD-group computes the norm of its input anew. That costs it 4 bytes a column (LayerNorm:
-// 16) from the cache beside x itself, where it loads R rows of weights anyway; one more dispatch
-// would cost more. Where a row of weights is short, that counts: then eight SIMD-groups share it.
+// Every SIMD-group computes the RMSNorm of its input anew. That costs it 4 bytes a column from the
+// cache beside x itself, where it loads R rows of weights anyway; a dispatch more would cost more.
+// (A mean would cost 12 more, so LayerNorm, or a norm with a bias, is a dispatch.) Where a row of
+// weights is short, that counts: then eight SIMD-groups share it.
 
 // Which of three matrices has block i, if the first one has blocks 0 to n0 - 1, the second n0 to
 // n1 - 1 and the third all others? A block is a unit of gemv, or the rows of a tile of gemm.
@@ -1065,15 +1047,20 @@ static inline int matrix_of(int i, int n0, int n1) {
 }
 #define OF_THREE(which, a, b, c) ((which) == 0 ? (a) : (which) == 1 ? (b) : (c))
 
+// Which input does choice t have, or head t? Those of tokens are numbered one after the other.
+static inline int input_of(int t, constant struct product_args *a) {
+    return EXPERTS == EXPERTS_GATHER ? t / a->each : t;
+}
+
 // rows in a unit; with the GLU or experts, units of all matrices are as large as the first one's
 static inline int unit_rows(int format) {
-    return gemv_rows(EPILOGUE == EPILOGUE_GLU || EXPERTS ? FORMAT_0 : format, UNIT_ROWS, SETS);
+    return gemv_rows(EPILOGUE == EPILOGUE_GLU || EXPERTS ? FORMAT_0 : format, UNIT_ROWS, TOKENS);
 }
 
 // v[t][r] = factor * (scale * (W x[t])[row + r] + bias[row + r]), in all lanes, for the rows of a
 // unit and its tokens, of which only floats have several. W is matrix `which`; where each expert
 // has one, it is that of `expert`, which is 0 elsewhere.
-static inline void gemv_product(int format, int which, int unit, int expert, device const uchar *w,
+QUANT_INLINE void gemv_product(int format, int which, int unit, int expert, device const uchar *w,
         device const float *bias, device const float *scales, thread const struct row_input *in,
         constant struct product_args *a, thread float *v) {
     constant struct kernel_matrix *m = &a->w[which];
@@ -1084,10 +1071,15 @@ static inline void gemv_product(int format, int which, int unit, int expert, dev
     QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) square[t] = 0.0f;
     w += m->start + (ulong)expert * m->step + (ulong)row * m->row_bytes;
     if (format_float(format)) floats_dot(format, R, w, m->row_bytes, last, in, a, sum, square);
-    else groups_dot(format, R, w, m->row_bytes, last, in, sum, square);
+    else {                                                // small arrays: they stay in memory
+        float dots[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, squares = 0.0f;
+        groups_dot(format, R, w, m->row_bytes, last, in, dots, &squares);
+        QUANT_UNROLL for (int r = 0; r < R; r++) sum[r] = dots[r];
+        square[0] = squares;
+    }
     QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
         float scaled = scale;
-        if (in->norm && !norm_first()) {
+        if (in->norm) {
             float all = STAGED ? in->square : simd_sum(square[t]);
             scaled *= rsqrt(all / (float)in->cols + a->eps);
         }
@@ -1104,7 +1096,7 @@ static inline void gemv_unit(int format, int which, int unit, int expert, device
         device const float *bias, device const float *scales, thread const struct row_input *in,
         thread const float *gate, device const float *other, device float *y,
         constant struct product_args *a) {
-    int R = unit_rows(format), row = unit * R, tokens = SETS ? a->few : 1;
+    int R = unit_rows(format), row = unit * R, tokens = TOKENS > 1 ? a->few : 1;
     float v[FEW * GEMV_ROWS];
     gemv_product(format, which, unit, expert, w, bias, scales, in, a, v);
     QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
@@ -1123,36 +1115,36 @@ static inline void gemv_unit(int format, int which, int unit, int expert, device
 // rows, neither is ever in memory. Grid: a SIMD-group for each unit of all matrices, or of W0 for
 // the GLU, with threadgroup memory of its own unless STAGED. Routers use gemv for each token of a
 // chunk, too: gemm rounds to half, which could reorder experts with almost equal scores. EXPERTS:
-// W0, or the GLU, for the chosen experts of one token: t counts these, and y0 is [n_used][rows].
-// EXPERTS_HEADS: t counts heads of tokens, each head with a matrix, x and y of its own. SETS: all
-// matrices are floats, and their weights, loaded once, meet `few` tokens.
+// W0, or the GLU, for the chosen experts of a few tokens: t counts these, and y0 is [tokens][rows].
+// EXPERTS_HEADS: t counts heads of tokens, each head with a matrix, x and y of its own. TOKENS:
+// if there are several, all matrices are floats, and their weights, loaded once, meet `few` tokens.
 kernel void gemv(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
         device float *y0, device float *y1, device float *y2,                     // 8 to 10
-        device const float *other, device const float *norm_bias, device const int *chosen,
-        device const float *scale0, device const float *scale1,                   // 14, 15
+        device const float *other, device const int *chosen,                      // 11, 12
+        device const float *scale0, device const float *scale1,
         constant struct product_args *a, PLACE) {
     float gate[FEW * GEMV_ROWS];
     int u = tg * nsg + sg, t = u / a->units;
-    int n0 = gemv_units(FORMAT_0, a->w[0].rows, UNIT_ROWS, SETS);
-    int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows, UNIT_ROWS, SETS);
+    int n0 = gemv_units(FORMAT_0, a->w[0].rows, UNIT_ROWS, TOKENS);
+    int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows, UNIT_ROWS, TOKENS);
     QUANT_UNROLL for (int i = 0; i < tokens_met() * GEMV_ROWS; i++) gate[i] = 0.0f;
-    x += (ulong)min(t, a->tokens - 1) * a->x_step;
-    struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, 0.0f, lane,
+    x += (ulong)input_of(min(t, a->outputs - 1), a) * a->x_step;
+    struct row_input in = {x, weights, NORMED, a->cols, 0.0f, lane,
                            STAGED ? shared : shared + sg * X_FLOATS};
-    if (norm_first()) in.scale = norm_scale(x, 0, 0.0f, a->cols, a->eps, 0, 1, 0, lane, &in.mean);
     if (STAGED) {
         float square = 0.0f;
         for (int i = 4 * (int)tid; i < a->cols; i += 4 * SIMD_LANES * nsg) {
             float4 v = four_floats(x, i, a->cols);
             for (int e = 0; e < 4; e++) square += v[e] * v[e];
-            *(threadgroup float4 *)(shared + X_STRIDE * (i / 32) + i % 32) = normed(v, i, &in);
+            v = v * norm_weights(i, &in);
+            *(threadgroup float4 *)(shared + X_STRIDE * (i / 32) + i % 32) = v;
         }
         in.square = sum_all(square, shared + staged_floats(a->cols) - STAGED_SIMDGROUPS, nsg, sg,
                             lane);                        // its barriers serve x, too
     }
-    if (t >= a->tokens) return;                           // a whole SIMD-group: no barrier follows
+    if (t >= a->outputs) return;                          // a whole SIMD-group: no barrier follows
     int e = 0;                                            // the expert, or the head
     if (EXPERTS) e = EXPERTS == EXPERTS_HEADS ? t % a->each : chosen[t];
     u %= a->units;
@@ -1175,51 +1167,57 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 }
 
 #ifdef HAS_RING
-// gemv_ring is gemv for GPUs that copy in the background, and begin a launch before the last one
-// has ended. A token is some 200 launches of a few microseconds, and gemv begins each with an empty
-// pipe: it waits for its input, and then for its first weights. Here two SIMD-groups do nothing but
-// copy weights to a ring of slots in threadgroup memory. They need no input, so they begin while
-// the launch before is at work: when the input is there, so are the first weights.
+// gemv_ring is gemv for GPUs that copy in the background, and begin a launch before the previous
+// one has ended: NVIDIA's from compute capability 9.0 on. A token is some 200 launches of a few
+// microseconds, and gemv begins each by waiting, for its input, and then for its first weights.
+// Here two SIMD-groups, the copiers, do nothing but copy weights to slots of threadgroup memory.
+// They need no input: when it is there, the first weights are there, too.
 //
-// A threadgroup has a share of the rows, and takes them in tiles of 16 (GLU: 8 of the gate, 8 of
-// up). A slot has a piece of each row of a tile. The other SIMD-groups, the workers, take turns at
-// the piece's columns, 128 a turn: lane l decodes group l % 4 of these in rows l / 4 and l / 4 + 8.
-// In a long launch (RING is 1) they are 256, and a lane has two neighbouring groups. The workers'
-// sums meet in threadgroup memory, RING_SUMS at a time. Each slot has two mbarriers: `full`
-// counts the rows that have come, `is_free` the workers that are through with them.
+// Gate and up of Qwen3-0.6B in Q4_0, for example, have 3,072 rows of 1,024 columns. On an H100 each
+// of 132 threadgroups has 23 or 24 rows of both, in tiles of 8 (without a GLU 16). A slot has a
+// piece of each row of a tile, here all 576 bytes of it; 112 KB have ten slots. The other eight
+// SIMD-groups, the workers, share the columns: each has a stretch of 128, which is four groups, and
+// lane l decodes group l % 4 of them in rows l / 4 and l / 4 + 8 of the slot. Wider rows take turns
+// of 1,024 columns, with a stretch for each worker. The workers' sums meet in threadgroup memory.
+// In long launches LANE_GROUPS is 2 if it can be: a lane has two neighbouring groups, which share
+// words in many formats, and a stretch has 256 columns.
 //
-// A worker stages the columns of x that it will need as integers: a power of two brings the largest
-// of a group to 2^21 .. 2^22. An integer has three digits of base 256, each a signed byte: those of
-// (i + 0x8080) ^ 0x8080. They are 0x00012c for 300, which is 1 * 256 + 44, and 0x0001c8 for 200,
-// which is 1 * 256 - 56. A group has RING_GROUP words: 8 with the lowest digits of its 32 numbers,
-// 8 with each of the other two, the sums of its first 16 numbers and of the others, the power, and
-// the sum of all.
+// Activations are rounded to bytes as in the CPU's decode (round_32 in llm.c): the largest of a
+// group becomes 127 or -127. Staged inputs are [groups][tokens][RING_GROUP] words: 32 bytes, and as
+// floats the sums of the first 16 numbers and of the others, the scale, and the sum of all. Sums of
+// bytes times bytes are integers, which are exact: no order or layout changes them.
 //
-// Up to eight tokens, in SETS of four, meet the weights once these are decoded. Four lanes, each of
-// which has decoded a group, hand it out: then a product has one group, and digits of four tokens.
-// Each token's sums are added in the order that they have for one token, so they are the same bits.
-// More is computed now than memory can hide, and a SIMD-group waits often for its own results: so
-// there are two TEAMS of workers where memory has room, each with a tile of its own. If it would
-// take long to stage the inputs here, ring_inputs has STAGED them, and a worker copies its columns
-// chunk by chunk, as pieces of rows are copied; or again for each pair of tiles, if not all chunks
-// have room.
+// Up to eight tokens meet weights when these are decoded. A matrix product serves two of TOKENS.
+// Each token's groups and squares are added in the order that they have for one token: so its sums
+// are the same bits. (Numbers of tokens past the last one are whatever is there.) More is computed
+// now than memory hides, so there are two TEAMS of workers where memory has room, each with 16 rows
+// of a slot and all columns. If staging in all threadgroups would take long, ring_inputs has PACKED
+// the inputs, and they come in one copy.
+//
+// Who waits for whom; in round r all slots are filled for the time r, from 0 on:
+//   mbarrier        a phase of it ends when               who waits
+//   full[slot]      its rows' copies are there            in round r workers, for phase r
+//   is_free[slot]   all workers' threads have read it     in round r copiers, for phase r - 1
+//   arrived         the copy of PACKED inputs is there    workers, before their first product
+// Else workers meet at workers_barrier: if a team stages inputs for another one; and when the sums
+// of all are there. These have two buffers, so that nobody writes those that are still read.
 //
 // Its words, which GPUs without HAS_RING lack:
 //   mbarrier_init(b, n)             a phase of it ends with n arrivals; parities are 0, 1, 0 ..
 //   mbarrier_arrive(b)              one of them
-//   mbarrier_copy(b, to, from, n)   one of them, when n bytes, from .. from + n - 1, are there
+//   mbarrier_copy(b, to, from, n)   one of them, when n bytes, from .. from + n - 1, are there; all
+//                                   three are multiples of 16
 //   mbarrier_wait(b, parity)        until the phase with this parity has ended
-//   exponent_of(x)                  of the power of two at or below x, which is positive and normal
+//   bits_of(x)                      a float's
+//   as_other(p)                     p as a pointer to threadgroup memory, not device, or vice versa
 //   workers_barrier(n)              a threadgroup_barrier of the first n threads
-//   multiply_bytes(c, a, b)         c += a b, for a[16][32] and b[32][8] of signed bytes. Of a,
-//                                   lane l has rows l / 4 and l / 4 + 8: four bytes from column
-//                                   l % 4 * 4 on in a[0] and a[1], four from 16 columns on in a[2]
-//                                   and a[3]. Of b it has column l / 4, from the same rows on, in
-//                                   b[0] and b[1]; of c columns l % 4 * 2 and the next, in row
-//                                   l / 4 in c[0] and c[1], in row l / 4 + 8 in c[2] and c[3]
+//   multiply_bytes(c, a, b)         c[16][8] += a[16][32] b[32][8], of signed bytes. Lane l has
+//       rows l / 4 and l / 4 + 8 of a, four bytes from column l % 4 * 4 on in a[0] and a[1], four
+//       from 16 columns on in a[2] and a[3]; column l / 4 of b, from the same rows on, in b[0] and
+//       b[1]; columns l % 4 * 2 and the next of c, in c[0] and c[1], of row l / 4 + 8 in c[2], c[3]
 
-// A power of two that a decoder has subtracted is added again: then both go away. It is taken off
-// the sum, see group_add.
+// A decoder may have subtracted a power of two from codes: code_bytes adds it again, so compilers
+// drop both, and group_add takes it off the sum.
 static inline int byte_bias(int format) {
     int bias = format_bias(format);
     return bias < 64 && (bias & (bias - 1)) == 0 ? bias : 0;
@@ -1229,587 +1227,426 @@ QUANT_INLINE uint code_bytes(int format, uint word) {
     return bias ? (word ^ 0x80808080) - (128 - bias) * 0x01010101 : word;   // no byte borrows
 }
 
-// The sum of c * x from the sums of c * digit
-QUANT_INLINE float digits_sum(int low, int middle, int high) {
-    return 65536.0f * (float)high + (float)(low + 256 * middle);
-}
-
-// Adds a group's part of a row's product. s[0] is the sum of c * x of 32 codes; or, where 16 share
-// a scale, of the first 16, and s[1] of the others. d: two scales, two offsets. x: the sums of the
-// first 16 numbers and of the others, the power, the sum of all. One product is added at a time: so
-// a compiler that makes one instruction of both has no choice which.
-QUANT_INLINE void group_add(int format, bool halves, thread const float *s, thread const float *d,
+// Adds a group's part of a row's product. s0: the sum of codes * bytes; or, where 16 share a scale,
+// of the first 16, and s1 of the others. d: scales, offsets. x: the floats of a staged group. One
+// product is added at a time: so all variants get the same multiply-adds.
+QUANT_INLINE void group_add(int format, bool halves, int s0, int s1, thread const float *d,
         float4 x, thread float *acc) {
     float bias = byte_bias(format), m0 = bias > 0.0f ? -bias * d[0] : d[2];
     float m1 = bias > 0.0f ? -bias * d[1] : d[3];
     bool offset = bias > 0.0f || format_bias(format) == 0;
     if (offset) *acc += m0 * (halves ? x[0] : x[3]);
     if (offset && halves) *acc += m1 * x[1];
-    *acc += d[0] * x[2] * s[0];
-    if (halves) *acc += d[1] * x[2] * s[1];
+    *acc += d[0] * x[2] * (float)s0;
+    if (halves) *acc += d[1] * x[2] * (float)s1;
 }
 
-// Adds a unit's parts of one token: acc[0] and acc[1] of two rows, of which the lane has decoded a
-// group: qa of format fa, qb of fb. A lane has its codes' four columns of a product's left operand.
-// Of the right one, columns 2 i and 2 i + 1 have two digits of group i, with zeros where other
-// groups' codes meet them: so each lane gets the sums of the group that it has decoded. x is this
-// lane's group, as it is staged; low and high are where it loads its part of the digits.
+// Adds the parts of the two groups that a lane has decoded, qa of format fa in row l / 4 and qb of
+// fb in row l / 4 + 8, to acc[2 t] and acc[2 t + 1] of each token t, by products c += a b of four
+// codes of each lane's group, and the next four:
+//   row r of a        codes 0..3 of group 0 | of group 1 | of 2 | of 3 | codes 4..7 of group 0 | ..
+//   column 2 i of b   the first token's numbers where codes of group i meet them, or else zeros
+//   column 2 i + 1    the second token's
+//   c[r][2 i]         so that is the first token's sum of group i, in the lane that decoded it
+// x: the lane's group as it is staged; right: where its part of b is, in the group of the first
+// token or of the second, or in zeros.
 QUANT_INLINE void codes_dot(int fa, int fb, thread const uint *qa, thread const uint *qb,
         thread const float *da, thread const float *db, threadgroup const float *x,
-        threadgroup const float *low, threadgroup const float *high, thread float *acc) {
+        threadgroup const float *right, thread float *acc) {
     bool halves = format_halves(fa) || format_halves(fb);
-    float4 in = *(threadgroup const float4 *)(x + 24);
-    float sa[2], sb[2];
-    QUANT_UNROLL for (int h = 0; h < (halves ? 2 : 1); h++) {
-        int lower[4] = {0, 0, 0, 0}, upper[4] = {0, 0, 0, 0};
-        QUANT_UNROLL for (int j = 4 * h; j < (halves ? 4 * h + 4 : 8); j += 2) {
+    QUANT_UNROLL for (int t = 0; t < tokens_met(); t += 2) {
+        int sum[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};     // the second: of the other 16 codes
+        QUANT_UNROLL for (int j = 0; j < 8; j += 2) {
             uint a[4] = {code_bytes(fa, qa[j]), code_bytes(fb, qb[j]), code_bytes(fa, qa[j + 1]),
                          code_bytes(fb, qb[j + 1])};
-            uint2 two = *(threadgroup const uint2 *)(low + j);
-            uint2 one = *(threadgroup const uint2 *)(high + j);
-            uint b[4] = {two[0], two[1], one[0], one[1]};
-            multiply_bytes(lower, a, b);
-            multiply_bytes(upper, a, b + 2);
+            uint2 two = *(threadgroup const uint2 *)(right + RING_GROUP * t + j);
+            uint b[2] = {two[0], two[1]};
+            multiply_bytes(sum[halves ? j / 4 : 0], a, b);
         }
-        sa[h] = digits_sum(lower[0], lower[1], upper[0]);
-        sb[h] = digits_sum(lower[2], lower[3], upper[2]);
-    }
-    group_add(fa, halves, sa, da, in, &acc[0]);
-    group_add(fb, halves, sb, db, in, &acc[1]);
-}
-
-// The same for SETS of four tokens and one group of a unit, whose codes are in the left operand a.
-// x is the staged group, of which a lane has 2 + 2 SETS words: from its columns of right operands.
-// Columns 2 i and 2 i + 1 have the two lowest digits of a set's token i; or, in the second two
-// words, the highest digit of token i of each set. So lane l gets the sums of a set's token l % 4,
-// which are added to acc[set][4][2]: the unit's groups have sums of their own, as lanes have above.
-QUANT_INLINE void few_dot(int fa, int fb, thread const uint *a, thread const float *da,
-        thread const float *db, threadgroup const float *x, uint lane, thread float *acc) {
-    bool halves = format_halves(fa) || format_halves(fb);
-    int words = 2 + 2 * SETS, upper[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-    threadgroup const float *mine = x + words * lane, *ins = x + words * SIMD_LANES;
-    uint2 high = *(threadgroup const uint2 *)(mine + 2);
-    QUANT_UNROLL for (int h = 0; h < (halves ? 2 : 1); h++) {
-        uint b[2] = {high[0], high[1]};
-        if (halves) b[1 - h] = 0;                         // of the other 16 codes
-        multiply_bytes(upper[h], a, b);
-    }
-    QUANT_UNROLL for (int set = 0; set < SETS; set++, acc += 8) {
-        uint2 low = *(threadgroup const uint2 *)(mine + 4 * set);
-        float4 in = *(threadgroup const float4 *)(ins + 4 * (SET_TOKENS * set + (int)lane % 4));
-        float sa[2], sb[2];
-        QUANT_UNROLL for (int h = 0; h < (halves ? 2 : 1); h++) {
-            int lower[4] = {0, 0, 0, 0};
-            uint b[2] = {low[0], low[1]};
-            if (halves) b[1 - h] = 0;
-            multiply_bytes(lower, a, b);
-            sa[h] = digits_sum(lower[0], lower[1], upper[h][set]);
-            sb[h] = digits_sum(lower[2], lower[3], upper[h][2 + set]);
+        QUANT_UNROLL for (int k = 0; k < 2 && t + k < tokens_met(); k++) {
+            float4 in = *(threadgroup const float4 *)(x + RING_GROUP * (t + k) + 8);
+            thread float *to = acc + 2 * (t + k);
+            group_add(fa, halves, sum[0][k], sum[1][k], da, in, &to[0]);
+            group_add(fb, halves, sum[0][2 + k], sum[1][2 + k], db, in, &to[1]);
         }
-        group_add(fa, halves, sa, da, in, &acc[0]);
-        group_add(fb, halves, sb, db, in, &acc[1]);
     }
 }
 
 #define IS_GLU (EPILOGUE == EPILOGUE_GLU)
 
-// The tile of a launch's rows that begins at row r of all: its matrix, the number of its expert's
-// choice, its first row in that matrix, and how many there are. The rows of a threadgroup begin
-// with `first`; the tile ends before `end`, and where sums meet at a barrier.
-struct ring_tile { int which, t, row, n; };
-static inline int tile_rows(void) { return IS_GLU ? RING_TILE / 2 : RING_TILE; }
-static inline int sums_met(void) { return ring_sums(SETS) / tokens_met(); }   // of a token
-static inline int rows_met(void) { return IS_GLU ? sums_met() / 2 : sums_met(); }
-static inline struct ring_tile tile_at(int r, int first, int end, constant struct product_args *a) {
+struct ring_thread {
+    int first, end, x0;                                   // its threadgroup's rows and first input
+    int team, worker;                                     // a worker's team, and number in that
+    uint tid, lane;
+};
+static inline int workers(void) { return TEAMS * RING_WORKERS; }
+static inline int slot_rows(void) { return RING_TILE * TEAMS; }
+static inline int tile_rows(void) { return IS_GLU ? slot_rows() / 2 : slot_rows(); }
+static inline int row_sums(void) { return IS_GLU ? 2 : 1; }        // of a worker and token
+static inline int sums_met(void) { return ring_sums(TEAMS) / tokens_met(); }   // of a token
+static inline int rows_met(void) { return sums_met() / row_sums(); }   // until the next barrier
+
+// The tile that begins at row r of all: its matrix, its expert's choice, its first row in that
+// matrix, and how many it has, none behind the matrix, the threadgroup's end or the next barrier.
+struct ring_tile { int which, choice, row, n; };
+static inline struct ring_tile tile_at(int r, struct ring_thread me,
+        constant struct product_args *a) {
     int n0 = a->w[0].rows, n1 = n0 + a->w[1].rows;
-    struct ring_tile x = {0, 0, r, min(tile_rows(), end - r)};
-    if (EXPERTS) x.t = r / n0;
-    else if (!IS_GLU) x.which = matrix_of(r, n0, n1);
-    x.row -= EXPERTS ? x.t * n0 : OF_THREE(x.which, 0, n0, n1);
-    x.n = min(x.n, min(a->w[x.which].rows - x.row, rows_met() - (r - first) % rows_met()));
-    return x;
+    struct ring_tile tile = {0, 0, r, min(tile_rows(), me.end - r)};
+    if (EXPERTS) tile.choice = r / n0;
+    else if (!IS_GLU) tile.which = matrix_of(r, n0, n1);
+    tile.row -= EXPERTS ? tile.choice * n0 : OF_THREE(tile.which, 0, n0, n1);
+    tile.n = min(tile.n, a->w[tile.which].rows - tile.row);
+    tile.n = min(tile.n, rows_met() - (r - me.first) % rows_met());
+    return tile;
 }
 
-// Is there a tile for a second team, which begins `n` rows on from row r?
-static inline bool has_second(int r, int n, int first, int end) {
-    return TEAMS > 1 && r + n < end && (r + n - first) % rows_met() != 0;
+// Row i of a slot: its matrix, and its row in the tile, or behind it. GLU: a team has 8 rows of
+// gate, then the same rows of up.
+struct slot_row { int which, row; };
+static inline struct slot_row row_at(int i, struct ring_tile tile) {
+    int of = RING_TILE / 2;
+    struct slot_row plain = {tile.which, i}, glu = {i / of % 2, i / RING_TILE * of + i % of};
+    return IS_GLU ? glu : plain;
 }
 
-// the expert of entry t: of one token's choices, or of the list of several
-static inline int tile_expert(device const int *chosen, threadgroup const int *list, int t) {
-    if (!EXPERTS) return 0;
-    return SETS ? list[t] : chosen[t];
-}
-// The experts of a few tokens, each once, from their n choices, of which it leaves a copy in
-// `choices`. These have n flags behind them, and the list. Returns how long it is. By all threads.
-static inline int list_experts(device const int *chosen, int n, threadgroup int *choices, int tid,
-        int threads) {
-    threadgroup int *flags = choices + n, *list = flags + n, *count = list + n;
-    for (int i = tid; i < n; i += threads) choices[i] = chosen[i];
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // the choices are there
-    for (int i = tid; i < n; i += threads) {
-        int first = 1;
-        for (int k = 0; k < i; k++) first &= choices[k] != choices[i];
-        flags[i] = first;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // the flags are there
-    for (int i = tid; i < n; i += threads) {
-        int before = 0;
-        for (int k = 0; k < i; k++) before += flags[k];
-        if (flags[i]) list[before] = choices[i];
-        if (i == n - 1) *count = before + flags[i];
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // the list is there
-    return *count;
-}
-// the token's choice of that expert, or -1
-static inline int choice_of(threadgroup const int *choices, int token, int expert, int each) {
-    int found = -1;
-    for (int i = token * each; i < (token + 1) * each; i++)
-        if (choices[i] == expert) found = i;
-    return found;
+// where a row's piece p begins, in bytes behind the bound address
+static inline ulong piece_start(struct slot_row x, struct ring_tile tile, int expert, int p,
+        constant struct product_args *a) {
+    constant struct kernel_matrix *m = &a->w[x.which];
+    return m->start + (ulong)expert * m->step + (ulong)(tile.row + x.row) * m->row_bytes +
+           (ulong)p * m->piece_bytes;
 }
 
-// row i of a slot: its matrix, and its row in the tile
-static inline int slot_matrix(int i, struct ring_tile x) {
-    return IS_GLU ? i / tile_rows() : x.which;
-}
-static inline int slot_row(int i) { return i % tile_rows(); }
-
-// where a row of matrix m begins, in bytes behind the bound address
-static inline ulong row_start(constant struct kernel_matrix *m, int expert, int row) {
-    return m->start + (ulong)expert * m->step + (ulong)row * m->row_bytes;
-}
-
-// A place in the ring: a slot, and how often the ring has gone round
-struct ring_place { int slot, round; };
-static inline void ring_step(thread struct ring_place *at, int slots) {
+struct ring_place { int slot, round; };                   // a slot, the round that it is filled in
+static inline void place_step(thread struct ring_place *at, int slots) {
     at->slot++;
     if (at->slot < slots) return;
     at->slot = 0;
     at->round++;
 }
 
-// Fills row i of slot after slot, each as soon as it is free again
-static inline void ring_copy(threadgroup mbarrier *full, threadgroup mbarrier *is_free,
-        threadgroup uchar *slots, device const uchar *w0, device const uchar *w1,
-        device const uchar *w2, device const int *chosen, threadgroup const int *list, int first,
-        int end, int i, constant struct product_args *a) {
+// The parts of threadgroup memory: see at_zeros and what follows it
+struct ring_memory {
+    threadgroup mbarrier *full, *is_free, *arrived;
+    threadgroup float *zeros, *sums, *squares, *inputs;   // squares[FEW][RING_WORKERS] of inputs
+    threadgroup uchar *slots;                             // [slots][slot_rows][stride]
+};
+static inline struct ring_memory ring_parts(threadgroup float *shared,
+        constant struct product_args *a) {
+    threadgroup mbarrier *full = (threadgroup mbarrier *)shared;
+    int slots = at_slots(TEAMS, a->input, a->inputs);
+    struct ring_memory m = {full, full + RING_SLOTS, full + 2 * RING_SLOTS, shared + at_zeros(),
+                            shared + at_sums(), shared + at_squares(TEAMS),
+                            shared + at_inputs(TEAMS), (threadgroup uchar *)(shared + slots)};
+    return m;
+}
+
+static inline void ring_set_up(struct ring_memory m, uint tid, constant struct product_args *a) {
+    if ((int)tid < a->slots) mbarrier_init(&m.full[tid], slot_rows());
+    if ((int)tid < a->slots) mbarrier_init(&m.is_free[tid], workers() * SIMD_LANES);
+    if (PACKED && tid == 0) mbarrier_init(m.arrived, 1);
+    if (tid < RING_GROUP * FEW) m.zeros[tid] = 0.0f;
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // the mbarriers are there
+}
+
+// A copier's lane feeds row i of slot after slot, each as soon as it is free again; behind a tile's
+// last row with an empty copy, which arrives, too.
+static inline void ring_feed(struct ring_memory m, struct ring_thread me, device const uchar *w0,
+        device const uchar *w1, device const uchar *w2, device const int *chosen, int i,
+        constant struct product_args *a) {
     struct ring_place at = {0, 0};
-    for (int r = first, n; r < end; r += n) {
-        struct ring_tile x = tile_at(r, first, end, a), y = x;
-        bool two = has_second(r, x.n, first, end);
-        if (two) y = tile_at(r + x.n, first, end, a);
-        n = two ? x.n + y.n : x.n;
-        for (int k = 0; k < (two ? 2 : 1) * a->pieces; k++) {
-            struct ring_tile t = two && k % 2 ? y : x;
-            int p = two ? k / 2 : k, which = slot_matrix(i, t), row = slot_row(i);
-            constant struct kernel_matrix *m = &a->w[which];
-            device const uchar *from = OF_THREE(which, w0, w1, w2);
-            from += row_start(m, tile_expert(chosen, list, t.t), t.row + row) + (ulong)p * m->piece;
-            uint skew = (ulong)from % 16, n = skew + min(m->piece, m->row_bytes - p * m->piece);
-            if (at.round > 0) mbarrier_wait(&is_free[at.slot], (at.round - 1) % 2);
-            threadgroup uchar *to = slots + (at.slot * RING_TILE + i) * a->stride;
-            mbarrier_copy(&full[at.slot], to, from - skew, row < t.n ? (n + 15) / 16 * 16 : 0);
-            ring_step(&at, a->slots);
-        }
+    for (int r = me.first, p = 0; r < me.end;) {          // two loops would be unrolled
+        struct ring_tile tile = tile_at(r, me, a);
+        struct slot_row x = row_at(i, tile);
+        int expert = EXPERTS ? chosen[tile.choice] : 0, bytes = a->w[x.which].piece_bytes;
+        device const uchar *from = OF_THREE(x.which, w0, w1, w2);
+        from += piece_start(x, tile, expert, p, a);
+        uint skew = (ulong)from % 16;
+        uint n = skew + min(bytes, (int)a->w[x.which].row_bytes - p * bytes);
+        if (at.round > 0) mbarrier_wait(&m.is_free[at.slot], (at.round - 1) % 2);
+        if (x.row >= tile.n) n = 0;
+        threadgroup uchar *to = m.slots + (at.slot * slot_rows() + i) * a->stride;
+        mbarrier_copy(&m.full[at.slot], to, from - skew, (n + 15) / 16 * 16);
+        place_step(&at, a->slots);
+        if (++p < a->pieces) continue;
+        p = 0;
+        r += tile.n;
     }
 }
 
-// 2^n for n of -126 to 127; byte j of word i and byte i of word j change places
-static inline float power_of_two(int n) { return quant_from_bits((uint)(n + 127) << 23); }
-QUANT_INLINE void turn_bytes(thread uint *w) {
-    QUANT_UNROLL for (int i = 0; i < 2; i++) {            // pairs of bytes, then bytes
-        uint low = (w[i] & 0xffff) | w[i + 2] << 16;
-        w[i + 2] = w[i] >> 16 | (w[i + 2] & 0xffff0000);
-        w[i] = low;
-    }
-    QUANT_UNROLL for (int i = 0; i < 4; i += 2) {
-        uint low = (w[i] & 0x00ff00ff) | (w[i + 1] & 0x00ff00ff) << 8;
-        w[i + 1] = (w[i] >> 8 & 0x00ff00ff) | (w[i + 1] & 0xff00ff00);
-        w[i] = low;
-    }
-}
-
-// Where a staged group has word w (of 8) of digit k of token t; see few_dot
-static inline int digit_at(int k, int w, int t) {
-    int set = t / SET_TOKENS, col = 2 * (t % SET_TOKENS) + (k < 2 ? k : set);
-    if (!SETS) return 8 * k + w;
-    return (4 * col + w % 4) * (2 + 2 * SETS) + (k < 2 ? 4 * set : 2) + w / 4;
-}
-
-// Stages four neighbours of token t's x, normed, from number i of their group on; eight lanes have
-// a group
-static inline void stage_four(float4 x, int i, int t, threadgroup float *group) {
-    float top = 1e-30f, sum = 0.0f;
-    uint digit[4];
-    threadgroup float *in = group + (SETS ? SIMD_LANES * (2 + 2 * SETS) + 4 * t : 24);
+// Stages four neighbours of x, normed, from number i of their group on; eight lanes have a group.
+// Adding ROUNDER leaves the nearest integer in the low bits, as in llm.c.
+static inline void stage_four(float4 x, int i, threadgroup float *group) {
+    const float ROUND = 12582912.0f;                      // ROUNDER
+    float top = 0.0f, sum = 0.0f;
+    uint word = 0;
     for (int e = 0; e < 4; e++) top = max(top, fabs(x[e]));
     for (int d = 1; d < 8; d *= 2) top = max(top, simd_shuffle_xor(top, d));
-    int power = max(-90, min(exponent_of(top), 120)) - 21;
+    float unit = top / 127.0f, by = top > 1e-36f ? 127.0f / top : 0.0f;   // never infinite
     for (int e = 0; e < 4; e++) {
-        float number = rint(x[e] * power_of_two(-power));
-        sum += number;
-        digit[e] = ((uint)(int)number + 0x8080) ^ 0x8080;
+        float number = fma(x[e], by, ROUND);
+        word |= (bits_of(number) & 255) << 8 * e;
+        sum += number - ROUND;
     }
-    turn_bytes(digit);                                    // now digit[k] has the four's digits k
-    QUANT_UNROLL for (int k = 0; k < 3; k++)
-        ((threadgroup uint *)group)[digit_at(k, i / 4, t)] = digit[k];
+    ((threadgroup uint *)group)[i / 4] = word;
     sum += simd_shuffle_xor(sum, 1);
     sum += simd_shuffle_xor(sum, 2);
-    float all = sum + simd_shuffle_xor(sum, 4), unit = power_of_two(power);
-    if (i % 16 == 0) in[i / 16] = sum * unit;
-    if (i == 0) in[2] = unit + (all - all);               // NaN for infinity and NaN
-    if (i == 0) in[3] = all * unit;
+    float all = sum + simd_shuffle_xor(sum, 4);
+    if (i % 16 == 0) group[8 + i / 16] = sum * unit;
+    if (i == 0) group[10] = unit + (all - all);           // NaN for infinity and NaN
+    if (i == 0) group[11] = all * unit;
 }
 
-// The first of the four columns that a lane stages of number n of its worker's 128 columns
-static inline int worker_col(int n, uint sg, uint lane) {
-    int span = ring_span(RING);
-    return 128 * (span * (n / span * RING_WORKERS + (int)sg) + n % span) + 4 * (int)lane;
+// A worker stages its stretches in steps of 128 columns, four a lane: LANE_GROUPS steps in each
+// turn. The first column that a lane has of step n:
+static inline int worker_col(int n, int worker, uint lane) {
+    int turn = n / LANE_GROUPS, step = n % LANE_GROUPS;
+    return turn * ring_turn(LANE_GROUPS) + worker * ring_stretch(LANE_GROUPS) + 128 * step +
+           4 * (int)lane;
+}
+// how many steps a worker has, one turn at least, which may be behind the row's end
+static inline int worker_steps(int cols, int worker) {
+    int left = ring_padded(cols, LANE_GROUPS) - worker * ring_stretch(LANE_GROUPS);
+    return max(div_up(left, ring_turn(LANE_GROUPS)), 1) * LANE_GROUPS;
 }
 
-// how many steps of columns a worker has
-static inline int worker_steps(int cols, int sg) {
-    int span = ring_span(RING), left = ring_padded(cols, RING) - 128 * span * sg;
-    return max(div_up(left, 128 * span * RING_WORKERS), 0) * span;
-}
-
-// Where a worker has a staged group of its columns: if there are SETS, it has no others
-static inline int staged_at(int group) {
-    int turn = 4 * ring_span(RING);
-    return SETS && !STAGED ? group / (turn * RING_WORKERS) * turn + group % turn : group;
-}
-
-// Waits for x, and stages this worker's steps `first` to end - 1 of it, after its norm: those of
-// tokens t, t + TEAMS, .. below `tokens`. squares[token][RING_WORKERS] gets the sums of x * x. The
-// norm's weights are no launch's output: the first of them are loaded before. The next token's x is
-// loaded while one is staged.
+// Waits for x, and stages a worker's columns of it, after their norm: its steps begin .. end - 1 of
+// input t0, t0 + by, and so on. squares[t] gets each worker's sum of x * x. The loads of
+// STAGE_STEPS steps overlap; the norm's first weights are no launch's output, so they do not wait.
 enum { STAGE_STEPS = 4 };
-static inline void stage_load(thread const struct row_input *in, int t, int sg, int n, int x_step,
-        thread float4 *v) {
-    QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++)
-        v[j] = four_floats(in->x + (ulong)t * x_step, worker_col(n + j, sg, in->lane), in->cols);
-}
-static inline void ring_stage(struct row_input in, int t, int tokens, threadgroup float *xs,
-        threadgroup float *squares, int sg, int first, int end, constant struct product_args *a) {
+static inline void ring_stage(struct row_input in, int t0, int by, int begin, int end,
+        threadgroup float *inputs, threadgroup float *squares, int worker,
+        constant struct product_args *a) {
+    int each = TOKENS > 1 || EXPERTS ? worker_steps(in.cols, worker) : end;   // steps of an input
     float square = 0.0f;
-    float4 w[STAGE_STEPS], v[STAGE_STEPS], next[STAGE_STEPS];
-    QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++)
-        w[j] = norm_weights(worker_col(first + j, sg, in.lane), &in);
-    input_wait();
-    if (SETS) stage_load(&in, min(t, tokens - 1), sg, first, a->x_step, next);
-    for (int n = first; t < tokens;) {
-        int then = n + STAGE_STEPS < end ? n + STAGE_STEPS : first, before = t;
-        if (!SETS) stage_load(&in, t, sg, n, a->x_step, next);
-        QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++) v[j] = next[j];
-        if (then == first) t += SETS ? TEAMS : 1;
-        if (SETS) stage_load(&in, min(t, tokens - 1), sg, then, a->x_step, next);
-        if (norm_first() && n == first)
-            in.scale = norm_scale(in.x + (ulong)before * a->x_step, 0, 0.0f, in.cols, a->eps, 0, 1,
-                                  0, in.lane, &in.mean);
-        QUANT_UNROLL for (int j = 0; j < STAGE_STEPS && end - first > STAGE_STEPS; j++)
-            w[j] = norm_weights(worker_col(n + j, sg, in.lane), &in);
+    for (int u0 = begin; u0 < end; u0 += STAGE_STEPS) {
+        float4 w[STAGE_STEPS], v[STAGE_STEPS];
+        int col[STAGE_STEPS], t[STAGE_STEPS];
         QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++) {
-            int i = worker_col(n + j, sg, in.lane);
-            if (n + j >= end) break;                      // all lanes
-            for (int e = 0; e < 4; e++) square += v[j][e] * v[j][e];
-            float4 x = {0.0f, 0.0f, 0.0f, 0.0f};          // behind the row's end
-            if (i < in.cols) x = normed_by(v[j], w[j], i, &in);
-            stage_four(x, i % 32, before, xs + staged_at(i / 32) * ring_group(SETS));
+            int u = min(u0 + j, end - 1);
+            bool one = TOKENS == 1 && !EXPERTS;           // input
+            t[j] = t0 + (one ? 0 : u / each * by);
+            col[j] = worker_col(one ? u : u % each, worker, in.lane);
+            w[j] = norm_weights(col[j], &in);
         }
-        n = then;
-        if (before == t) continue;
-        if (NORMED) square = simd_sum(square);
-        if (in.lane == 0) squares[before * RING_WORKERS + sg] = square;
-        square = 0.0f;
+        if (u0 == begin) { input_wait(); }
+        QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++)
+            v[j] = four_floats(in.x + (ulong)t[j] * a->x_step, col[j], in.cols);
+        QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++) {
+            if (u0 + j >= end) break;                     // all lanes
+            for (int e = 0; e < 4; e++) square += v[j][e] * v[j][e];
+            threadgroup float *to = inputs + col[j] / 32 * ring_group(tokens_met());
+            to += t[j] * (TOKENS > 1 ? RING_GROUP : a->input);
+            if (col[j] < ring_padded(in.cols, LANE_GROUPS))   // all lanes, or none
+                stage_four(v[j] * w[j], col[j] % 32, to);   // behind the row's end they are 0
+            if (!NORMED || (u0 + j + 1) % each != 0) continue;
+            square = simd_sum(square);
+            if (in.lane == 0) squares[t[j] * RING_WORKERS + worker] = square;
+            square = 0.0f;
+        }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);        // this worker's columns are there
 }
 
-// Where four lanes have decoded the groups of a unit, hands codes and scales to all: then each lane
-// has those of a left operand, and those of its two rows
-QUANT_INLINE void hand_out(int fa, int fb, thread const uint *qa, thread const uint *qb,
-        thread const float *da, thread const float *db, threadgroup uint *own, uint lane) {
-    int row = lane / 4, group = lane % 4;
-    threadgroup uint *codes = own + group * CODES_STEP + 16 * row;
-    threadgroup uint *scales = own + 4 * CODES_STEP + group * SCALES_STEP + 4 * row;
-    float4 first = {da[0], da[2], db[0], db[2]}, second = {da[1], da[3], db[1], db[3]};
-    simdgroup_barrier(mem_flags::mem_threadgroup);        // the last ones are used
-    QUANT_UNROLL for (int j = 0; j < 4; j++) {
-        uint4 four = {code_bytes(fa, qa[j]), code_bytes(fb, qb[j]), code_bytes(fa, qa[j + 4]),
-                      code_bytes(fb, qb[j + 4])};
-        *(threadgroup uint4 *)(codes + 4 * j) = four;
+// Takes the n inputs that a threadgroup's rows need
+static inline void ring_take(struct ring_memory m, struct ring_thread me, device const float *x,
+        device const float *weights, int n, constant struct product_args *a) {
+    if (PACKED) {                                         // squares, and inputs behind them
+        threadgroup uchar *to = (threadgroup uchar *)m.squares;
+        int bytes = 4 * (FEW * RING_WORKERS + a->input);
+        input_wait();
+        if (me.tid == 0) mbarrier_copy(m.arrived, to, (device const uchar *)x, bytes);
+        mbarrier_wait(m.arrived, 0);
+        return;
     }
-    *(threadgroup float4 *)scales = first;
-    if (format_halves(fa) || format_halves(fb))
-        *(threadgroup float4 *)(scales + 4 * SCALES_STEP) = second;
-    simdgroup_barrier(mem_flags::mem_threadgroup);        // they are there
+    x += (ulong)me.x0 * a->x_step;
+    struct row_input in = {x, weights, NORMED, a->cols, 0.0f, me.lane, m.inputs};
+    int steps = div_up(n - me.team, TEAMS) * worker_steps(a->cols, me.worker);   // of the team
+    ring_stage(in, me.team, TEAMS, 0, steps, m.inputs, m.squares, me.worker, a);
+    if (TEAMS > 1) { workers_barrier(workers() * SIMD_LANES); }   // each team has staged some
 }
 
-// Adds the products of a unit that was handed out; x: the first of its groups, `size` floats apart
-QUANT_INLINE void unit_dot(int fa, int fb, threadgroup const uint *own, threadgroup const float *x,
-        int size, uint lane, thread float *acc) {
-    threadgroup const uint *scales = own + 4 * CODES_STEP + lane / 4 * 4;
-    QUANT_UNROLL for (int g = 0; g < 4; g++, scales += SCALES_STEP) {
-        float4 first = *(threadgroup const float4 *)scales, second = first;
-        if (format_halves(fa) || format_halves(fb))
-            second = *(threadgroup const float4 *)(scales + 4 * SCALES_STEP);
-        float da[4] = {first[0], second[0], first[1], second[1]};
-        float db[4] = {first[2], second[2], first[3], second[3]};
-        uint4 four = *(threadgroup const uint4 *)(own + g * CODES_STEP + 4 * lane);
-        uint codes[4] = {four[0], four[1], four[2], four[3]};
-        few_dot(fa, fb, codes, da, db, x + g * size, lane, acc + 2 * g);
-    }
-}
-
-// Adds a worker's share of a piece: for lane l acc[0] of row l / 4 and acc[1] of row l / 4 + 8, or
-// those of few_dot. ra and rb are these rows' places in the slot; x is the piece's staged input, of
-// all workers or, if there are SETS, of this one; `own` is this worker's memory. It arrives at
-// is_free when it has read the slot.
-QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra,
-        threadgroup const uchar *rb, threadgroup mbarrier *is_free, int groups,
-        threadgroup const float *x, threadgroup const float *zeros, threadgroup uint *own, uint sg,
-        uint lane, thread float *acc) {
-    int span = ring_span(RING), spans = groups / span, padded = div_up(spans, 4) * 4;   // as x is
-    int size = ring_group(SETS), turn = 4 * RING_WORKERS, mine = lane % 4;
-    bool odd = lane / 4 % 2, own_column = (int)lane / 8 == mine;   // of codes_dot's right operand
-    // past the row's end x is 0, and groups repeat the last
-    for (int i = 4 * sg; i < padded; i += turn, x += SETS ? 4 * span * size : 0) {
-        uint inside = min(i + mine, spans - 1), qa[2][8], qb[2][8];
+// Adds a worker's share of a piece, as codes_dot says, to acc. ra and rb: where a lane's two rows
+// are in the slot; groups: of 32 columns; x: the piece's staged input.
+QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra, threadgroup const uchar *rb,
+        int groups, threadgroup const float *x, threadgroup const float *zeros,
+        struct ring_thread me, thread float *acc) {
+    int last = groups / LANE_GROUPS - 1, mine = me.lane % 4;
+    bool second = me.lane / 4 % 2, meets = (int)me.lane / 8 == mine;   // its column in codes_dot
+    bool zero = !meets || (second && tokens_met() == 1);
+    // past the row's end a lane takes the last again, and x is 0; pieces are whole turns
+    for (int i = 4 * me.worker; i <= last; i += 4 * RING_WORKERS) {
+        uint take = min(i + mine, last), qa[2][8], qb[2][8];
         float da[2][4], db[2][4];                         // scales, offsets
-        QUANT_UNROLL for (int h = 0; h < span + (SETS ? 1 : 0); h++) {
-            if (h < span) {
-                group_decode(fa, ra, span * inside | h, qa[h], da[h], da[h] + 2);
-                group_decode(fb, rb, span * inside | h, qb[h], db[h], db[h] + 2);
-            }
-            if (!SETS) {
-                threadgroup const float *group = x + (span * (i + mine) + h) * size;
-                threadgroup const float *low = own_column ? group + 8 * odd : zeros;
-                threadgroup const float *high = own_column && !odd ? group + 16 : zeros;
-                codes_dot(fa, fb, qa[h], qb[h], da[h], db[h], group, low, high, acc);
-                continue;
-            }
-            if (h > 0)                                    // meanwhile the next is decoded
-                unit_dot(fa, fb, own, x + (h - 1) * size, span * size, lane, acc);
-            if (h == span - 1 && i + turn >= padded) mbarrier_arrive(is_free);
-            if (h < span) hand_out(fa, fb, qa[h], qb[h], da[h], db[h], own, lane);
+        QUANT_UNROLL for (int h = 0; h < LANE_GROUPS; h++) {
+            threadgroup const float *group = x;
+            group += (LANE_GROUPS * (i + mine) + h) * ring_group(tokens_met());
+            threadgroup const float *right = zero ? zeros : group + (second ? RING_GROUP : 0);
+            group_decode(fa, as_other(ra), LANE_GROUPS * take | h, qa[h], da[h], da[h] + 2);
+            group_decode(fb, as_other(rb), LANE_GROUPS * take | h, qb[h], db[h], db[h] + 2);
+            codes_dot(fa, fb, qa[h], qb[h], da[h], db[h], group, right, acc);
         }
     }
-    if (!SETS || 4 * (int)sg >= padded) mbarrier_arrive(is_free);
 }
 
-// The same for piece p of a tile, which gives its slot back
-QUANT_INLINE void ring_piece(struct ring_tile t, int expert, int p, threadgroup mbarrier *full,
-        threadgroup mbarrier *is_free, threadgroup const uchar *slots,
-        threadgroup const float *x, threadgroup const float *zeros, threadgroup uint *own, uint sg,
-        uint lane, constant struct product_args *a, struct ring_place at, thread float *acc) {
-    int la = lane / 4, lb = la + RING_TILE / 2;           // rows past the tile's repeat the last
-    int ia = min(slot_row(la), t.n - 1), ib = min(slot_row(lb), t.n - 1);
-    int sa = la - slot_row(la) + ia, sb = lb - slot_row(lb) + ib;   // in the slot
-    constant struct kernel_matrix *ma = &a->w[slot_matrix(la, t)], *mb = &a->w[slot_matrix(lb, t)];
-    uint start_a = row_start(ma, expert, t.row + ia), start_b = row_start(mb, expert, t.row + ib);
-    threadgroup const uchar *slot = slots + at.slot * RING_TILE * a->stride;
-    threadgroup const uchar *ra = slot + sa * a->stride + (start_a + p * ma->piece) % 16;
-    threadgroup const uchar *rb = slot + sb * a->stride + (start_b + p * mb->piece) % 16;
-    int groups = min(a->piece, a->cols - p * a->piece) / 32;
-    mbarrier_wait(&full[at.slot], at.round % 2);
+// The same for a team's rows of piece p of a tile, when its slot is full. Rows behind the tile are
+// whatever is in the slot, and their sums are not used; a team may have no others.
+QUANT_INLINE void ring_piece(struct ring_memory m, struct ring_thread me, int slot, int round,
+        struct ring_tile tile, int expert, int p, threadgroup const float *x,
+        constant struct product_args *a, thread float *acc) {
+    int i = RING_TILE * me.team + (int)me.lane / 4, j = i + RING_TILE / 2;   // the lane's rows
+    struct slot_row first = row_at(i, tile), second = row_at(j, tile);
+    threadgroup const uchar *ra = m.slots + (slot * slot_rows() + i) * a->stride;
+    threadgroup const uchar *rb = ra + RING_TILE / 2 * a->stride;
+    ra += piece_start(first, tile, expert, p, a) % 16;
+    rb += piece_start(second, tile, expert, p, a) % 16;
+    int groups = min(a->piece_cols, a->cols - p * a->piece_cols) / 32;
+    mbarrier_wait(&m.full[slot], round % 2);
+    simdgroup_barrier(mem_flags::mem_threadgroup);        // lanes may have waited apart
     // matrices of one format share their code: a small program starts sooner
-#define DOT(fa, fb) \
-    ring_dot(fa, fb, ra, rb, &is_free[at.slot], groups, x, zeros, own, sg, lane, acc)
-    if (IS_GLU) DOT(FORMAT_0, FORMAT_1);
-    else if (t.which == 0 || (t.which == 1 ? FORMAT_1 : FORMAT_2) == FORMAT_0)
+#define DOT(fa, fb) ring_dot(fa, fb, ra, rb, groups, x, m.zeros, me, acc)
+    if (TEAMS > 1 && me.team * tile_rows() / TEAMS >= tile.n) {}   // no rows
+    else if (IS_GLU) DOT(FORMAT_0, FORMAT_1);
+    else if (tile.which == 0 || (tile.which == 1 ? FORMAT_1 : FORMAT_2) == FORMAT_0)
         DOT(FORMAT_0, FORMAT_0);
-    else if (t.which == 1) DOT(FORMAT_1, FORMAT_1);
+    else if (tile.which == 1) DOT(FORMAT_1, FORMAT_1);
     else DOT(FORMAT_2, FORMAT_2);
 #undef DOT
+    mbarrier_arrive(&m.is_free[slot]);
 }
 
-// Writes a worker's sums of a tile for ring_result: a row's lie `step` apart
-QUANT_INLINE void ring_meet(struct ring_tile t, thread float *acc, int step, uint lane,
+// Writes a worker's sums of a tile, from acc as in codes_dot, to sums[token][row][row_sums()]
+QUANT_INLINE void ring_meet(struct ring_thread me, struct ring_tile tile, thread float *acc,
         threadgroup float *sums) {
-    int la = lane / 4, lb = IS_GLU ? la : la + RING_TILE / 2;   // rows in the tile
-    QUANT_UNROLL for (int i = 0; i < 2; i++) {
-        int row = i ? lb : la;
-        if (!SETS) {
-            float v = acc[i] + simd_shuffle_xor(acc[i], 1);
-            v += simd_shuffle_xor(v, 2);
-            if (lane % 4 == 0 && row < t.n) sums[row * step + (IS_GLU ? i : 0)] = v;
-        }
-        QUANT_UNROLL for (int set = 0; set < SETS; set++) {
-            thread float *of = acc + 8 * set + i;         // of the unit's four groups
-            float v = (of[0] + of[2]) + (of[4] + of[6]);
-            int token = SET_TOKENS * set + (int)lane % 4;
-            if (row < t.n) sums[token * sums_met() + row * step + (IS_GLU ? i : 0)] = v;
-        }
+    QUANT_UNROLL for (int i = 0; i < 2 * tokens_met(); i++) {
+        int at = RING_TILE * me.team + (int)me.lane / 4 + RING_TILE / 2 * (i % 2);
+        struct slot_row x = row_at(at, tile);
+        float v = acc[i] + simd_shuffle_xor(acc[i], 1);
+        v += simd_shuffle_xor(v, 2);
+        if (me.lane % 4 == 0 && x.row < tile.n)
+            sums[i / 2 * sums_met() + x.row * row_sums() + (IS_GLU ? x.which : 0)] = v;
     }
 }
 
-// Copies this worker's columns of piece p of the staged inputs: lane k those of turn k
-static inline void chunk_copy(threadgroup mbarrier *arrived, threadgroup float *to,
-        device const float *staged, int p, uint sg, uint lane, constant struct product_args *a) {
-    int turn = 4 * ring_span(RING), groups = ring_chunk(a->piece, RING);
-    int from = p * a->piece / 32 + ((int)lane * RING_WORKERS + (int)sg) * turn;
-    int left = ring_padded(a->cols, RING) / 32 - from, size = ring_group(SETS);
-    if ((int)lane * turn >= groups) return;
-    to += (int)lane * turn * size;
-    staged += (ulong)max(min(from, from + left), 0) * size;
-    mbarrier_copy(arrived, (threadgroup uchar *)to, (device const uchar *)staged,
-                  4 * size * max(min(left, turn), 0));
+// Computes a worker's share of rows from .. to - 1 of all, which meet at the next barrier
+QUANT_INLINE void ring_rows(struct ring_memory m, struct ring_thread me,
+        thread struct ring_place *at, device const int *chosen, int from, int to,
+        threadgroup float *sums, constant struct product_args *a) {
+    struct ring_tile tile;
+    for (int r = from; r < to; r += tile.n) {
+        float acc[2 * FEW];
+        tile = tile_at(r, me, a);
+        int expert = EXPERTS ? chosen[tile.choice] : 0;
+        int input = EXPERTS ? input_of(tile.choice, a) - me.x0 : 0;
+        threadgroup const float *x = m.inputs + input * a->input;
+        QUANT_UNROLL for (int i = 0; i < 2 * tokens_met(); i++) acc[i] = 0.0f;
+        for (int p = 0; p < a->pieces; p++) {
+            ring_piece(m, me, at->slot, at->round, tile, expert, p, x, a, acc);
+            place_step(at, a->slots);
+            x += a->piece_cols / 32 * ring_group(tokens_met());
+        }
+        ring_meet(me, tile, acc, sums + me.worker * ring_sums(TEAMS) + (r - from) * row_sums());
+    }
 }
 
+struct ring_end {                                         // of the products of a matrix
+    device const float *bias, *scales;
+    device float *y;
+};
+
 // A row's product from the sums of all workers; see gemv_product
-static inline float ring_result(threadgroup const float *sums, int which, int row, int expert,
-        float scale, device const float *bias, device const float *scales,
-        constant struct product_args *a) {
-    constant struct kernel_matrix *m = &a->w[which];
+static inline float ring_sum(threadgroup const float *sums, int which, int row, int expert,
+        float scale, struct ring_end end, constant struct product_args *a) {
     float sum = 0.0f;
-    for (int i = 0; i < RING_WORKERS; i++) sum += sums[i * ring_sums(SETS)];
-    sum *= SCALES >> which & 1 ? scale * m->scale * scales[expert] : scale * m->scale;
-    if (BIASES >> which & 1) sum += bias[expert * m->bias_step + row];
+    for (int i = 0; i < RING_WORKERS; i++) sum += sums[i * ring_sums(TEAMS)];
+    scale *= a->w[which].scale;
+    if (SCALES >> which & 1) scale *= end.scales[expert];
+    sum *= scale;
+    if (BIASES >> which & 1) sum += end.bias[expert * a->w[which].bias_step + row];
     return sum * a->factor;
 }
 
-// What gemv computes, with the same buffers, for one token; or, if there are SETS, for `few` tokens
-// whose inputs ring_inputs has staged in x if STAGED. Each expert that they have chosen is read
-// once, and meets all of them; what a token has not chosen is dropped. Grid: one or two
-// threadgroups for each core of the GPU, `units` in all.
+// The result of rows from .. to - 1 that a thread writes, if it `has` one: of a tile's first row
+struct ring_result { struct ring_tile tile; int token; ulong y; bool has; };
+static inline struct ring_result result_of(struct ring_thread me, int from, int to,
+        constant struct product_args *a) {
+    int row = from + (int)me.tid % rows_met(), token = (int)me.tid / rows_met();
+    struct ring_tile tile = tile_at(min(row, me.end - 1), me, a);
+    struct ring_result x = {tile, token, 0, row < to && token < (TOKENS > 1 ? a->few : 1)};
+    x.y = (ulong)(tile.choice + token) * a->w[tile.which].out_step + tile.row;
+    return x;
+}
+
+// writes it; sums: of all workers; other: what the epilogue adds; e0 to e2: of the matrices
+static inline void ring_finish(struct ring_memory m, struct ring_thread me, struct ring_result x,
+        threadgroup const float *sums, float other, struct ring_end e0, struct ring_end e1,
+        struct ring_end e2, device const int *chosen, constant struct product_args *a) {
+    int choice = x.tile.choice, expert = EXPERTS ? chosen[choice] : 0, row = x.tile.row;
+    int input = EXPERTS ? input_of(choice, a) - me.x0 : x.token;
+    int which = IS_GLU ? 1 : x.tile.which;                // gate is 0
+    struct ring_end end = OF_THREE(which, e0, e1, e2);
+    float square = 0.0f, scale = 1.0f;
+    if (!x.has) return;
+    sums += x.token * sums_met() + (int)me.tid % rows_met() * row_sums();
+    for (int i = 0; NORMED && i < RING_WORKERS; i++) square += m.squares[input * RING_WORKERS + i];
+    if (NORMED) scale = rsqrt(square / (float)a->cols + a->eps);
+    if (IS_GLU) other = ring_sum(sums, 0, row, expert, scale, e0, a);
+    float v = ring_sum(sums + row_sums() - 1, which, row, expert, scale, end, a);
+    finish((IS_GLU ? e0.y : end.y) + x.y, v, &a->end, other);
+}
+
+// What gemv computes, with the same buffers, for one token or, if TOKENS is more, for `few`, whose
+// inputs are in x, or PACKED. EXPERTS: for the choices of a few tokens, each as one token, as few
+// share a threadgroup. Grid: one or two threadgroups for each core, each with a row at least.
 kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
         device float *y0, device float *y1, device float *y2,                     // 8 to 10
-        device const float *other, device const float *norm_bias, device const int *chosen,
-        device const float *scale0, device const float *scale1,                   // 14, 15
+        device const float *other, device const int *chosen,                      // 11, 12
+        device const float *scale0, device const float *scale1,
         constant struct product_args *a, PLACE) {
-    threadgroup mbarrier *full = (threadgroup mbarrier *)shared, *is_free = full + RING_SLOTS;
-    threadgroup float *zeros = shared + 4 * RING_SLOTS, *squares = zeros + SIMD_LANES;
-    threadgroup float *sums = squares + FEW * RING_WORKERS;
-    threadgroup int *choices = (threadgroup int *)(sums + 2 * RING_WORKERS * ring_sums(SETS));
-    int listed = EXPERTS && SETS ? a->listed : 0;
-    threadgroup float *xs = (threadgroup float *)(choices + ring_list(listed));
-    threadgroup const int *list = choices + 2 * listed;
-    threadgroup uchar *slots = (threadgroup uchar *)(shared +
-        ring_floats(a->cols, a->piece, RING, SETS, TEAMS, a->inputs, listed));
-    // if there are SETS, xs is: mbarriers for a worker's chunks, what all workers hand out, chunks;
-    // the teams have chunks in common
-    int chunk = ring_chunk(a->piece, RING) * ring_group(SETS), tokens = SETS ? a->few : 1;
-    int worker = sg % RING_WORKERS, team = sg / RING_WORKERS, workers = TEAMS * RING_WORKERS;
-    threadgroup mbarrier *arrived = (threadgroup mbarrier *)xs + 2 * RING_INPUTS * worker;
-    threadgroup mbarrier *given = arrived + RING_INPUTS;  // back, by all teams
-    threadgroup float *exchange = xs + 4 * RING_INPUTS * RING_WORKERS;
-    threadgroup float *chunks = exchange + EXCHANGE * workers + worker * a->inputs * chunk;
-    threadgroup uint *own = (threadgroup uint *)(exchange + EXCHANGE * (int)sg);
-    if ((int)tid < a->slots) mbarrier_init(&full[tid], RING_TILE);
-    if ((int)tid < a->slots) mbarrier_init(&is_free[tid], RING_WORKERS * SIMD_LANES);
-    if (STAGED && team == 0 && (int)lane < a->inputs) {
-        mbarrier_init(&arrived[lane], ring_chunk(a->piece, RING) / (4 * ring_span(RING)));
-        mbarrier_init(&given[lane], TEAMS * SIMD_LANES);
-    }
-    if (tid < SIMD_LANES) zeros[tid] = 0.0f;
-    threadgroup_barrier(mem_flags::mem_threadgroup);      // the mbarriers are there
-    int matrices = a->each;                               // of experts
-    if (EXPERTS && (SETS || (int)sg >= workers)) { input_wait(); }        // for the choice
-    if (EXPERTS && SETS) matrices = list_experts(chosen, listed, choices, tid, nsg * SIMD_LANES);
-    uint all = a->w[0].rows * matrices + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
-    int first = all * tg / a->units, end = all * (tg + 1) / a->units;   // below 2^32, see run_ring
-    if ((int)sg >= workers) {
-        int i = (sg - workers) * (RING_TILE / RING_COPIERS) + lane;
-        if (lane < RING_TILE / RING_COPIERS)
-            ring_copy(full, is_free, slots, w0, w1, w2, chosen, list, first, end, i, a);
+    struct ring_memory m = ring_parts(shared, a);
+    struct ring_end e0 = {bias0, scale0, y0}, e1 = {bias1, scale1, y1}, e2 = {bias2, 0, y2};
+    int rows = a->w[0].rows, inputs = TOKENS > 1 ? a->few : 1;
+    uint all = rows * a->outputs + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);   // run_ring: below
+    int first = all * tg / a->threadgroups, end = all * (tg + 1) / a->threadgroups;   // 2^32
+    struct ring_thread me = {first, end, 0, (int)sg / RING_WORKERS, (int)sg % RING_WORKERS, tid,
+                             lane};
+    ring_set_up(m, tid, a);
+    if ((int)sg >= workers()) {
+        int own = slot_rows() / RING_COPIERS, i = ((int)sg - workers()) * own + (int)lane;
+        if (EXPERTS) { input_wait(); }                    // for the choice
+        if ((int)lane < own) ring_feed(m, me, w0, w1, w2, chosen, i, a);
         return;
     }
-    bool resident = !SETS || a->inputs == a->pieces;      // else chunks come again
-    if (STAGED) {
-        input_wait();
-        for (int p = 0; team == 0 && p < a->inputs; p++)
-            chunk_copy(&arrived[p], chunks + p * chunk, x + FEW * RING_WORKERS, p, worker, lane, a);
-        if (team == 0 && (int)lane < tokens)
-            squares[lane * RING_WORKERS + worker] = x[lane * RING_WORKERS + worker];
-    } else {
-        struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, 0.0f, lane, xs};
-        ring_stage(in, team, tokens, SETS ? chunks : xs, squares, worker, 0,
-                   worker_steps(a->cols, worker), a);
-        if (TEAMS > 1) { workers_barrier(workers * SIMD_LANES); }
-    }
+    if (EXPERTS) me.x0 = input_of(first / rows, a);
+    if (EXPERTS) inputs = input_of((end - 1) / rows, a) + 1 - me.x0;
+    ring_take(m, me, x, weights, inputs, a);
     struct ring_place at = {0, 0};
-    if (team > 0) ring_step(&at, a->slots);
-    int step = IS_GLU ? 2 : 1, half_way = RING_WORKERS * ring_sums(SETS);   // of a row, a buffer
-    int used = 0;                                         // chunks that have been
-    for (int from = first; from < end; from += rows_met()) {
-        // a thread for each row and token
-        int row = from + (int)tid % rows_met(), token = tid / rows_met();
-        struct ring_tile mine = tile_at(min(row, end - 1), first, end, a);
-        int e = tile_expert(chosen, list, mine.t), to = min(from + rows_met(), end);
-        bool has = row < to && token < tokens;
-        int y_row = mine.t + token;
-        if (EXPERTS && SETS && has) y_row = choice_of(choices, token, e, a->each);
-        has = has && y_row >= 0;
-        ulong at_y = (ulong)y_row * a->w[mine.which].out_step + mine.row;
-        float before = has && EPILOGUE == EPILOGUE_ADD ? other[at_y] : 0.0f;
-        for (int r = from, n; r < to; r += n) {
-            float acc[16];
-            struct ring_tile t = tile_at(r, first, end, a);
-            int row = r - from;
-            bool two = has_second(r, t.n, first, end), idle = team > 0 && !two;
-            n = t.n;
-            if (two) {
-                struct ring_tile second = tile_at(r + n, first, end, a);
-                n += second.n;
-                if (team > 0) row += t.n, t = second;
-            }
-            int expert = tile_expert(chosen, list, t.t);
-            QUANT_UNROLL for (int i = 0; i < 16; i++) acc[i] = 0.0f;
-            for (int p = 0; p < a->pieces; p++, used++) {
-                int c = resident ? p : used % a->inputs;
-                threadgroup const float *xp = xs + p * a->piece / 32 * RING_GROUP;
-                if (SETS) xp = chunks + c * chunk;
-                if (STAGED) mbarrier_wait(&arrived[c], resident ? 0 : used / a->inputs % 2);
-                if (!idle)
-                    ring_piece(t, expert, p, full, is_free, slots, xp, zeros, own, worker, lane, a,
-                               at, acc);
-                for (int i = 0; i < (two ? 2 : 1); i++) ring_step(&at, a->slots);
-                int next = p + a->inputs;                 // which takes this chunk's place
-                if (resident || (next >= a->pieces && r + n >= end)) continue;
-                mbarrier_arrive(&given[c]);
-                if (team > 0) continue;
-                mbarrier_wait(&given[c], used / a->inputs % 2);
-                chunk_copy(&arrived[c], chunks + c * chunk, x + FEW * RING_WORKERS,
-                           next % a->pieces, worker, lane, a);
-            }
-            threadgroup float *met = sums + worker * ring_sums(SETS) + row * step;
-            if (!idle) ring_meet(t, acc, step, lane, met);
-        }
-        workers_barrier(workers * SIMD_LANES);            // all sums are there
-        if (has) {
-            int which = IS_GLU ? 1 : mine.which;
-            threadgroup const float *own = sums + token * sums_met() + (row - from) * step;
-            device float *y = OF_THREE(mine.which, y0, y1, y2);
-            float square = 0.0f, scale = 1.0f;
-            for (int i = 0; i < RING_WORKERS; i++) square += squares[token * RING_WORKERS + i];
-            if (NORMED && !norm_first()) scale = rsqrt(square / (float)a->cols + a->eps);
-            if (IS_GLU) before = ring_result(own, 0, mine.row, e, scale, bias0, scale0, a);
-            device const float *bias = OF_THREE(which, bias0, bias1, bias2);
-            float v = ring_result(own + step - 1, which, mine.row, e, scale, bias,
-                                  IS_GLU ? scale1 : scale0, a);
-            finish(y + at_y, v, &a->end, before);
-        }
-        sums += half_way;                                 // the other buffer
-        half_way = -half_way;
+    for (int from = first, buffer = 0; from < end; from += rows_met(), buffer ^= 1) {
+        int to = min(from + rows_met(), end);
+        threadgroup float *sums = m.sums + buffer * RING_WORKERS * ring_sums(TEAMS);
+        struct ring_result soon = result_of(me, from, to, a);
+        float old = soon.has && EPILOGUE == EPILOGUE_ADD ? other[soon.y] : 0.0f;   // is on its way
+        ring_rows(m, me, &at, chosen, from, to, sums, a);
+        workers_barrier(workers() * SIMD_LANES);          // all sums are there
+        ring_finish(m, me, result_of(me, from, to, a), sums, old, e0, e1, e2, chosen, a);
     }
 }
 
-// Stages the inputs of a few tokens for gemv_ring, after their norm, as its workers do for one:
-// staged[FEW][RING_WORKERS] has the workers' sums of squares; then come groups, each with all
-// tokens. Grid: a SIMD-group for each worker of a token, or without a norm for each of its turns,
-// `units` of a token.
-kernel void ring_inputs(device const float *x, device const float *weights,
-        device const float *norm_bias, device float *staged, constant struct product_args *a,
-        PLACE) {
-    int t = tg / a->units, turn = tg % a->units / RING_WORKERS, worker = tg % RING_WORKERS;
-    int end = worker_steps(a->cols, worker), first = turn * ring_span(RING);
-    struct row_input in = {x, weights, norm_bias, NORMED, a->cols, 0.0f, 1.0f, 0.0f, lane, shared};
-    if (!NORMED) end = min(end, first + ring_span(RING));
-    ring_stage(in, t, t + 1, staged + FEW * RING_WORKERS, staged, worker, first, end, a);
+// Packs the inputs of a few tokens for gemv_ring, after their norm, as its workers stage them:
+// packed[FEW][RING_WORKERS] has the workers' sums of squares; then come the inputs. Grid: a
+// SIMD-group for each worker of a token, or without a norm for each of its turns.
+kernel void ring_inputs(device const float *x, device const float *weights, device float *packed,
+        constant struct product_args *a, PLACE) {
+    int t = tg / a->threadgroups, part = tg % a->threadgroups;   // those of a token
+    int turn = part / RING_WORKERS, worker = part % RING_WORKERS;
+    int end = worker_steps(a->cols, worker), begin = turn * LANE_GROUPS;
+    threadgroup float *to = as_other(packed);
+    struct row_input in = {x, weights, NORMED, a->cols, 0.0f, lane, shared};
+    if (!NORMED) end = min(end, begin + LANE_GROUPS);
+    ring_stage(in, t, 0, begin, end, to + FEW * RING_WORKERS, to, worker, a);
 }
 #endif
 
@@ -1849,11 +1686,10 @@ QUANT_INLINE void head_norm(int which, thread const float *w, thread const float
 
 // QK norm and RoPE of one head by one SIMD-group. Lane l gets pairs l, l + 32, ... in v, each of
 // them rotated: (x0 * cos - x1 * sin, x0 * sin + x1 * cos). angles[n_rot / 2][2] are the cosine and
-// sine of each pair's angle, from the host. Where qk_norm has run, it has applied the limit.
+// sine of each pair's angle, from the host.
 QUANT_INLINE void head_rope(int which, int head, device const float *x, device const float *w,
         device const float *bias, device const float *angles, constant struct attention_args *a,
         uint lane, thread float *v) {
-    float limit = QK_NORMED >> which & 4 ? 0.0f : a->limit;
     float ws[HEAD_MAX / SIMD_LANES], biases[HEAD_MAX / SIMD_LANES], turns[HEAD_MAX / SIMD_LANES];
     int own = head * (which ? a->k_step : a->q_step);
     int pairs = PAIRING == ROPE_NONE ? 0 : a->n_rot / 2;
@@ -1867,7 +1703,7 @@ QUANT_INLINE void head_rope(int which, int head, device const float *x, device c
     input_wait();
     QUANT_UNROLL for (int i = 0; i < lane_numbers(); i++)
         if (pair_inside(i, lane))
-            v[i] = limited(x[pair_index(lane_pair(i, lane), i % 2, a->n_rot)], limit);
+            v[i] = x[pair_index(lane_pair(i, lane), i % 2, a->n_rot)];
     if (!QK_LATE) head_norm(which, ws, biases, a, lane, v);
     QUANT_UNROLL for (int i = 0; i < lane_numbers(); i += 2) {
         float x0 = v[i], x1 = v[i + 1], c = turns[i], s = turns[i + 1];
@@ -1876,25 +1712,6 @@ QUANT_INLINE void head_rope(int which, int head, device const float *x, device c
         v[i + 1] = x0 * s + x1 * c;
     }
     if (QK_LATE) head_norm(which, ws, biases, a, lane, v);
-}
-
-// QK norm over a whole projection, in place: q[n][n_head][query_step] and k[n][n_kv][HEAD_DIM].
-// Grid: a threadgroup for each token's Q, and one for its K.
-kernel void qk_norm(device const float *q_norm, device const float *k_norm,
-        device const float *q_bias, device const float *k_bias, device float *k, device float *q,
-        constant struct attention_args *a, PLACE) {
-    int which = tg % 2, heads = which ? a->n_kv : a->n_head, cols = heads * HEAD_DIM;
-    int step = which ? HEAD_DIM : query_step();
-    device float *x = (which ? k : q) + (ulong)(tg / 2) * (heads * step);
-    device const float *w = which ? k_norm : q_norm;
-    device const float *bias = which ? k_bias : q_bias;
-    if (!(QK_NORMED >> which & 4)) return;                // the whole threadgroup
-    float mean, scale = norm_scale(x, step, a->limit, cols, a->eps, shared, nsg, sg, lane, &mean);
-    for (int i = tid; i < cols; i += nsg * SIMD_LANES) {
-        int at = row_index(i, step);
-        x[at] = (limited(x[at], a->limit) - mean) * scale * w[i];
-        if (BIASES >> which & 1) x[at] += bias[i];
-    }
 }
 
 // Does a query at pos_q see the key at pos_k (-1: an empty row)? It sees itself, window - 1 before
@@ -1906,7 +1723,7 @@ static inline bool visible(int pos_k, int pos_q, constant struct attention_args 
 }
 
 // the row for a position: the first `keep` rows are pinned, in the others positions go round
-static inline int ring_row(int pos, constant struct attention_args *a) {
+static inline int kv_row(int pos, constant struct attention_args *a) {
     return pos < a->keep ? pos : a->keep + (pos - a->keep) % (a->rows - a->keep);
 }
 
@@ -1916,16 +1733,16 @@ static inline half cached_value(float v) {
     float rounded = (float)(half)v;
     return (half)(0.0f * rounded == 0.0f ? rounded : 0.0f);
 }
-static inline half cached_key(float k, device const float *v, int i,
-        constant struct attention_args *a) {
-    for (; i < VALUE_DIM; i += HEAD_DIM) k += 0.0f * (float)(half)limited(v[i], a->limit);
+static inline half cached_key(float k, device const float *v, int i) {
+    for (; i < VALUE_DIM; i += HEAD_DIM) k += 0.0f * (float)(half)v[i];
     return (half)k;
 }
 
-// 1 + temp * ln(floor((pos + first) / n_ctx) + 1), a factor of the query: see sharpen in llm.c
+// a factor of the query: see sharpen in llm.c
 static inline float temperature(int pos, constant struct attention_args *a) {
-    if (a->temp == 0.0f) return 1.0f;
-    return 1.0f + a->temp * log(floor(((float)pos + a->first) / a->n_ctx) + 1.0f);
+    if (a->sharpen_scale == 0.0f) return 1.0f;
+    float lengths = floor((float)(pos + a->sharpen_next) / a->sharpen_length);
+    return 1.0f + a->sharpen_scale * log(lengths + 1.0f);
 }
 
 // the score of q and k from their product, times log2(e), since exp(x) = exp2(x * log2(e)); `far`
@@ -1993,8 +1810,8 @@ QUANT_INLINE void softmax_add(int n, thread const half4 *k, thread const half4 *
     }
 }
 
-// One step of rows of the ring, from r0 on. rows_see loads their positions, which tell whether any
-// is seen; then rows_load loads all keys and values at once. A row that is not seen may hold
+// One step of rows of the KV ring, from r0 on. rows_see loads their positions, which tell whether
+// any is seen; then rows_load loads all keys and values at once. A row that is not seen may hold
 // anything, even NaN, so a row that is seen is read in its place. Row `slot` is left out: this
 // dispatch writes it, perhaps at this moment.
 struct kv_rows {
@@ -2045,7 +1862,7 @@ QUANT_INLINE void attention_newest(threadgroup const float *k_new, device const 
         int i = lane_quad(e / 4, HEAD_DIM, lane) + e % 4;
         int j = lane_quad(e / 4, VALUE_DIM, lane) + e % 4;
         ks[e / 4][e % 4] = FUSED == 1 ? (half)k_new[i] : k[i];
-        vs[e / 4][e % 4] = FUSED == 1 ? (half)limited(v_new[j], a->limit) : v[j];
+        vs[e / 4][e % 4] = FUSED == 1 ? (half)v_new[j] : v[j];
     }
     QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++)
         softmax_add(1, ks, vs, &seen, &far, 0.0f, a, &state[h]);
@@ -2068,7 +1885,7 @@ QUANT_INLINE void parts_add(thread const struct softmax_part *x, thread struct s
     }
 }
 
-// How many slices of the ring a query at pos has: as many as if its token ran alone.
+// How many slices of the KV ring a query at pos has: as many as if its token ran alone.
 static inline int query_slices(int pos, constant struct attention_args *a) {
     int used = min(pos + 1, a->rows);
     return min(div_up(used, attention_slice(HEAD_DIM, VALUE_DIM)), a->slices);
@@ -2154,6 +1971,13 @@ static inline float merged_value(int i, int slices, device const float *q,
     return attention_value(o, m, sum, sinks + head, q + head * query_step() + HEAD_DIM + e, a);
 }
 
+// Is row r of the KV ring one of the a->n that a pass writes whose first position is `start`?
+static inline bool row_is_new(int r, int start, constant struct attention_args *a) {
+    int behind = r - kv_row(start, a);
+    if (behind < 0 && r >= a->keep) behind += a->rows - a->keep;   // beyond the ring's end
+    return behind >= 0 && behind < a->n;
+}
+
 // out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q . k) * v, for few queries.
 // FUSED is 1 for one token: QK norm, RoPE and the write to the cache happen here, too. Then each
 // threadgroup of the last slice computes the newest key itself: another may still be writing it.
@@ -2178,7 +2002,7 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int start = now[NOW_POS], pos = start + t, used = min(start + a->n, a->rows);
     int slices = query_slices(pos, a);
     if (slice >= slices) return;                          // the whole threadgroup
-    int slot = FUSED ? ring_row(pos, a) : -1, rows = attention_step(ROW_LANES);
+    int slot = FUSED ? kv_row(pos, a) : -1, rows = attention_step(ROW_LANES);
     threadgroup float *qs = shared, *ks = qs + QUERY_HEADS * HEAD_DIM;
     struct softmax_state state[ATTENTION_HEADS];
     struct kv_rows loaded;
@@ -2193,10 +2017,8 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int r = (slice * nsg + sg) * rows, next = slices * nsg * rows;
     bool newest = FUSED && slice == slices - 1;           // has the new key, besides other rows
     // rows of earlier passes are there; those that rope writes in this one come with the input
-    int fresh = FUSED == 1 ? 0 : a->n, first = ring_row(start, a);
-    int since = r + (int)lane % rows - first;             // rows behind the pass's first
-    if (since < 0 && since + first >= a->keep) since += a->rows - a->keep;
-    if (!MERGES || simd_max(since >= 0 && since < fresh ? 1 : 0)) { input_wait(); }
+    int waits = FUSED != 1 && row_is_new(r + (int)lane % rows, start, a);
+    if (!MERGES || simd_max(waits)) { input_wait(); }
     bool some = MERGES && rows_see(&loaded, pos_k, pos, slot, r, used, a, lane);
     if (some) rows_load(&loaded, k, v, pos, lane);
     if (FUSED != 1) { input_wait(); }
@@ -2219,9 +2041,9 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int all = nsg * SIMD_LANES;
     bool writes = FUSED == 1 && newest && unit % per_kv == 0;
     for (int i = tid; writes && i < HEAD_DIM; i += all)
-        k[(ulong)slot * HEAD_DIM + i] = cached_key(ks[i], v_new, i, a);
+        k[(ulong)slot * HEAD_DIM + i] = cached_key(ks[i], v_new, i);
     for (int i = tid; writes && i < VALUE_DIM; i += all)
-        v[(ulong)slot * VALUE_DIM + i] = cached_value(limited(v_new[i], a->limit));
+        v[(ulong)slot * VALUE_DIM + i] = cached_value(v_new[i]);
     if (writes && kv == 0 && tid == 0 && now[NOW_PLACED]) pos_k[slot] = pos;   // not read here
 
     if (newest && sg == nsg - 1)
@@ -2240,10 +2062,10 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     if (!MERGES || slices == 1) return;
     threadgroup int *before = (threadgroup int *)shared;
     threadgroup_barrier(mem_flags::mem_threadgroup);      // all has been written, `shared` is read
-    if (tid == 0) *before = count_up(&now[NOW_SIZE + unit]);
+    if (tid == 0) *before = count_up(&now[NOW_COUNTS + unit]);
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the count is there
     if (*before + 1 < slices) return;                     // the whole threadgroup
-    if (tid == 0) now[NOW_SIZE + unit] = 0;               // for the next layer
+    if (tid == 0) now[NOW_COUNTS + unit] = 0;               // for the next layer
     out += (ulong)t * a->n_head * VALUE_DIM;
     parts += (ulong)t * a->n_head * a->slices * (VALUE_DIM + 2);
     for (int i = head * VALUE_DIM + tid; i < (head + heads) * VALUE_DIM; i += all)
@@ -2279,7 +2101,7 @@ kernel void latent_row(device float *p, device float *q, device const float *row
     q += query ? head * HEAD_DIM + VALUE_DIM : 0;
     rows += (ulong)t * HEAD_DIM;
     angles += (ulong)t * a->n_rot;
-    k += (ulong)ring_row(pos, a) * HEAD_DIM;
+    k += (ulong)kv_row(pos, a) * HEAD_DIM;
     device const float *x = query ? p + first : rows + VALUE_DIM;
     for (int j = lane; j < a->n_rot / 2; j += SIMD_LANES) {
         int i0 = pair_index(j, 0, a->n_rot), i1 = pair_index(j, 1, a->n_rot);
@@ -2291,7 +2113,7 @@ kernel void latent_row(device float *p, device float *q, device const float *row
     }
     for (int i = lane; query && i < first; i += SIMD_LANES) p[i] *= scale;
     if (query) return;
-    scale = norm_scale(rows, 0, 0.0f, VALUE_DIM, a->eps, 0, 1, 0, lane, &mean);
+    scale = norm_scale(rows, VALUE_DIM, a->eps, 0, 1, 0, lane, &mean);
     float damage = 0.0f;                                  // NaN if a value is not finite
     for (int i = lane; i < VALUE_DIM; i += SIMD_LANES) {
         float v = rows[i] * scale * weights[i];
@@ -2300,7 +2122,7 @@ kernel void latent_row(device float *p, device float *q, device const float *row
     }
     damage = simd_sum(damage);
     if (lane == 0 && damage != 0.0f) k[VALUE_DIM] = (half)damage;   // a number of the key alone
-    if (lane == 0 && now[NOW_PLACED]) pos_k[ring_row(pos, a)] = pos;
+    if (lane == 0 && now[NOW_PLACED]) pos_k[kv_row(pos, a)] = pos;
 }
 
 // ---- 5. ffn_block ----
@@ -2312,7 +2134,7 @@ kernel void latent_row(device float *p, device float *q, device const float *row
 static inline void block_add(int format, int which, device const uchar *w, int cols,
         device const float *v, device float *x, constant struct product_args *a, uint nsg, uint sg,
         uint lane) {
-    struct row_input in = {v, 0, 0, 0, cols, 0.0f, 1.0f, 0.0f, lane, 0};
+    struct row_input in = {v, 0, 0, cols, 0.0f, lane, 0};
     int R = unit_rows(format);
     for (int row = sg * R; row < a->w[which].rows; row += nsg * R) {
         float sum[GEMV_ROWS];
@@ -2336,7 +2158,7 @@ kernel void ffn_block(device const uchar *wo, device const uchar *gate, device c
         device const uchar *down, device const float *att, device const float *weights,
         device float *x, device float *h, constant struct product_args *a, PLACE) {
     int dim = a->w[0].rows, ff = a->w[1].rows;
-    struct row_input in = {x, weights, 0, NORMED, dim, 0.0f, 1.0f, 0.0f, lane, 0};
+    struct row_input in = {x, weights, NORMED, dim, 0.0f, lane, 0};
     float v[GEMV_ROWS];
     block_add(FORMAT_0, 0, wo, a->cols, att, x, a, nsg, sg, lane);
     threadgroup_barrier(mem_flags::mem_device);           // x is whole
@@ -2496,12 +2318,12 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const half *x, device const float *powers,                         // buffers 6, 7
         device float *y0, device float *y1, device float *y2,                     // 8 to 10
-        device const float *other, device const int *expert_tile,                 // 11; [tiles][3]
-        device const int *order, device const float *scales,                      // 13, 14
+        device const float *other, device const int *order,                       // 11, 12
+        device const float *scales, device const int *expert_tile,                // [tiles][3]
         constant struct product_args *a, PLACE) {
     threadgroup int *from = (threadgroup int *)shared;
     threadgroup half *buffers = (threadgroup half *)(shared + TILE_TOKENS);
-    int tiles = a->units, tile = tg % tiles, token = tile * TILE_TOKENS, end = a->tokens;
+    int tiles = a->tiles, tile = tg % tiles, token = tile * TILE_TOKENS, end = a->tokens;
     int n0 = div_up(a->w[0].rows, TILE_ROWS), n1 = n0 + div_up(a->w[1].rows, TILE_ROWS);
     int block = tg / tiles, expert = 0;
     if (EXPERTS == EXPERTS_HEADS) expert = block / n0, block %= n0;
@@ -2553,10 +2375,10 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
     }
 }
 
-// QK norm and RoPE, unless attention is FUSED, and the write to the cache: q[n][n_head][query_step]
-// in place, k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half to their rows of the
-// ring; angles[n][n_rot / 2][2]. Grid: a SIMD-group for each head of a token: queries, keys,
-// values.
+// QK norm, RoPE and the write to the cache, which attention does by itself if FUSED is 1:
+// q[n][n_head][query_step] in place, k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half
+// to their rows of the KV ring; angles[n][n_rot / 2][2]. Grid: a SIMD-group for each head of a
+// token: queries, keys, values.
 kernel void rope(device const float *v_new, device const float *angles,
         device const float *q_norm, device const float *k_norm, device const float *q_bias,
         device const float *k_bias, device const float *k_new, device float *q, device half *k,
@@ -2567,12 +2389,12 @@ kernel void rope(device const float *v_new, device const float *angles,
     if (t >= a->n) return;                                // a whole SIMD-group: no barrier follows
     bool query = h < a->n_head, value = h >= a->n_head + a->n_kv;
     int kv = query ? 0 : (h - a->n_head) % a->n_kv;
-    ulong row = (ulong)kv * a->rows + ring_row(pos, a);
+    ulong row = (ulong)kv * a->rows + kv_row(pos, a);
     v_new += ((ulong)t * a->n_kv + kv) * VALUE_DIM;
     for (int i = lane; value && i < VALUE_DIM; i += SIMD_LANES)
-        v[row * VALUE_DIM + i] = cached_value(limited(v_new[i], a->limit));
+        v[row * VALUE_DIM + i] = cached_value(v_new[i]);
     if (value) return;
-    if (h == a->n_head && lane == 0 && now[NOW_PLACED]) pos_k[ring_row(pos, a)] = pos;
+    if (h == a->n_head && lane == 0 && now[NOW_PLACED]) pos_k[kv_row(pos, a)] = pos;
     float y[HEAD_MAX / SIMD_LANES], scale = query ? temperature(pos, a) : 1.0f;
     q += ((ulong)t * a->n_head + (query ? h : 0)) * query_step();
     k_new += ((ulong)t * a->n_kv + kv) * HEAD_DIM;
@@ -2583,7 +2405,7 @@ kernel void rope(device const float *v_new, device const float *angles,
         int at = pair_index(lane_pair(i, lane), i % 2, a->n_rot);
         if (!pair_inside(i, lane)) continue;
         if (query) q[at] = y[i] * scale;
-        else k[row * HEAD_DIM + at] = cached_key(y[i], v_new, at, a);
+        else k[row * HEAD_DIM + at] = cached_key(y[i], v_new, at);
     }
 }
 
@@ -2616,8 +2438,8 @@ static inline int value_stride(void) {
     return values_in_keys() ? key_stride() : flash_row(VALUE_DIM, flash_ways());
 }
 
-// tile[FLASH_KEYS][flash_row] = rows of the ring from r0 on, copied in the background. Empty rows,
-// which may hold NaN (and 0 * NaN is NaN), become zeros, and so do columns behind the head's.
+// tile[FLASH_KEYS][flash_row] = rows of the KV ring from r0 on, copied in the background. Empty
+// rows, which may hold NaN (and 0 * NaN is NaN), become zeros, and so do columns behind the head's.
 static inline void flash_copy(device const half *from, int dim, int r0, int key, uint tid,
         threadgroup half *tile) {
     const int across = flash_cols(dim, flash_ways()) / 8;
@@ -2763,7 +2585,7 @@ QUANT_INLINE void flash_output(thread const float16x16 *o, int col, int t, int h
 // queries in all: then each SIMD-group has a quarter of the columns of their keys and values, and
 // adds up the four parts of the scores. The ring is taken in tiles of FLASH_KEYS rows; tiles in
 // which no query sees a key are skipped. Scores, maxima, sums and outputs are float; outputs stay
-// in registers. A byte of the ring serves 64 queries (16 of wide heads), not 1 or 2. With two
+// in registers. A byte of the KV ring serves 64 queries (16 of wide heads), not 1 or 2. With two
 // BUFFERS the next tile is copied meanwhile; with one, for Apple's smaller memory, values replace
 // the keys.
 kernel void flash_attention(device const float *q, device const half *k, device const half *v,
@@ -2832,9 +2654,9 @@ kernel void flash_attention(device const float *q, device const half *k, device 
 // A router chooses n_used of n_expert FFNs for each token. Only the GPU knows which: kernels read
 // their numbers from `chosen`, and the host encodes the same dispatches for any choice. For one
 // token, or a few, they are
-//   gemv (norm, router) | choose_experts | gemv (norm, gate, up, activation) |
-//   experts_down (the weighted sum, added to x)
-// and read the weights of the chosen experts only; gemv_ring reads once what several have chosen.
+//   gemv (norm, router) | choose_experts | gemv (norm, gate, up, activation) | gemv (down) |
+//   weigh_experts (the weighted sum, added to x)
+// and read the weights of the chosen experts only.
 // A chunk's choices are sorted by expert, so that gemm decodes an expert's weights once for all its
 // tokens; then each token adds up its results.
 
@@ -2917,42 +2739,6 @@ kernel void weigh_inputs(device const float *x, device const int *order, device 
     if (tid == 0) weight[choice] = 1.0f;
 }
 
-// y[n][dim] = sum over k of weight[k] * (down of expert chosen[k] times up[k]), with the epilogue.
-// A shared expert's product is added, multiplied by the sigmoid of its router's if `weighed`.
-// Grid: a SIMD-group for each unit of rows of each of a few tokens, which only it adds to; those of
-// tokens stand side by side, so that the cache has what several have chosen.
-kernel void experts_down(device const uchar *down, device const uchar *shared_down,
-        device const float *bias0, device const float *bias1, device const float *scale0,
-        device const float *up, device const float *shared_up,                 // up[n][n_used][ff]
-        device const int *chosen, device const float *weight, device const float *route,
-        device const float *other, device float *y, constant struct experts_args *a, PLACE) {
-    int t = tg % a->down.tokens, unit = tg / a->down.tokens * nsg + sg, R = unit_rows(FORMAT_0);
-    int row = unit * R, dim = a->down.w[0].rows;
-    ulong at = (ulong)t * dim + row;                      // of y and other
-    up += (ulong)t * a->down.each * a->down.cols;
-    shared_up += (ulong)t * a->shared_cols;
-    chosen += t * a->down.each;
-    weight += t * a->down.each;
-    struct row_input in = {up, 0, 0, 0, a->down.cols, 0.0f, 1.0f, 0.0f, lane,
-                           shared + sg * X_FLOATS};
-    float v[GEMV_ROWS], sum[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (row >= dim) return;                               // a whole SIMD-group: no barrier follows
-    for (int k = 0; k < a->down.each; k++, in.x += in.cols) {
-        gemv_product(FORMAT_0, 0, unit, chosen[k], down, bias0, scale0, &in, &a->down, v);
-        for (int r = 0; r < R; r++) sum[r] += weight[k] * v[r];
-    }
-    if (a->shared_cols) {
-        float factor = a->weighed ? sigmoid(route[t]) : 1.0f;
-        in.x = shared_up;
-        in.cols = a->shared_cols;
-        gemv_product(FORMAT_1, 1, unit, 0, shared_down, bias1, 0, &in, &a->down, v);
-        for (int r = 0; r < R; r++) sum[r] += factor * v[r];
-    }
-    for (int r = 0; r < R; r++)
-        if (lane == 0 && row + r < dim)
-            finish(&y[at + r], sum[r], 0, has_other() ? other[at + r] : 0.0f);
-}
-
 // Sorts a chunk's choices by expert: order[i] = token * n_used + k is choice k of a token, and
 // place[order[i]] = i. tile[tiles][3] has an expert (-1: none), and the first and the end of up to
 // a->tile of its choices. One threadgroup: choices are cut into as many pieces as leave a thread
@@ -3000,17 +2786,18 @@ kernel void sort_choices(device const int *chosen, device int *order, device int
 }
 
 // y[n][dim] = the sum of weight * out over a token's choices, plus the shared expert's result, with
-// the epilogue. Grid: a threadgroup for each token.
+// the epilogue; choice i is in row place[i] of out if they are sorted, else in row i. Grid: a
+// threadgroup for each token.
 kernel void weigh_experts(device const float *out, device const float *weight,
         device const int *place, device const float *shared_out, device const float *route,
         device const float *other, device float *y, constant struct weigh_args *a, PLACE) {
     float factor = a->weighed ? sigmoid(route[tg]) : 1.0f;
-    weight += (ulong)tg * a->n_used;
-    place += (ulong)tg * a->n_used;
+    int first = tg * a->n_used;
     for (int j = tid; j < a->dim; j += nsg * SIMD_LANES) {
         ulong at = (ulong)tg * a->dim + j;
         float sum = a->shared ? factor * shared_out[at] : 0.0f;
-        for (int k = 0; k < a->n_used; k++) sum += weight[k] * out[(ulong)place[k] * a->dim + j];
+        for (int i = first; i < first + a->n_used; i++)
+            sum += weight[i] * out[(ulong)(a->sorted ? place[i] : i) * a->dim + j];
         finish(&y[at], sum * a->factor, 0, has_other() ? other[at] : 0.0f);
     }
 }

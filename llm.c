@@ -140,7 +140,7 @@ typedef struct {
     // positions, see Part III
     int n_rot_local;           // n_rot of windowed layers
     float rope_base_local;     // rope_base of windowed layers (Gemma 3)
-    bool local_unscaled;       // windowed layers ignore the scaling that follows
+    bool local_unscaled, local_plain;   // windowed layers ignore all but rope_mag; rope_mag, too
     int n_ctx_orig;            // n_ctx before the scaling
     float rope_factor, rope_mag;   // frequencies are divided by it; factor of cosines and sines
     bool yarn;                 // YaRN slows low frequencies only, see rope_scaling
@@ -1544,19 +1544,20 @@ enum {   // what only loading needs to know
     MUP = 1 << 4,                 // scales follow from width and depth where the file does not say
     SCALE_BY_DIM = 1 << 5,        // attention scale is 1/sqrt(dim / n_head), not 1/sqrt(hd)
     SCALE_BY_HEAD = 1 << 6,       // attention scale is 1/hd, not 1/sqrt(hd)
-    YARN_SCORES = 1 << 7,         // YaRN sharpens the scores, not the cosines
+    YARN_SCORES = 1 << 7,         // RoPE scaling sharpens the scores, too
     BOTH_WAYS = 1 << 8,           // a token sees those behind it, too; half a window on each side
     FULL_FIRST = 1 << 9,          // of `local` layers the first sees all, not the last
     LOCAL_SINKS = 1 << 10,        // only windowed layers have sinks
     MAY_BE_PARALLEL = 1 << 11,    // without a norm before it the FFN reads what attention reads
     GATE = 1 << 12,               // attention has gates in a tensor of its own
-    ROPE_10000 = 1 << 13,         // RoPE's base, whatever the file says
+    ROPE_PLAIN = 1 << 13,         // all of a head turns, base 10000, unscaled, whatever a file says
     FF_BOTH = 1 << 14,            // feed_forward_length counts gate and up
     HALF_ROTATED = 1 << 15,       // layers that see all rotate half of rope.dimension_count
-    QK_NORM_BARE = 1 << 16,       // QK norm without weights in layers with spans
+    QK_NORM_BARE = 1 << 16,       // QK norm without weights in layers with RoPE
     WINDOW_SET = 1 << 17,         // a window is 4096, whatever the file says
     SHARED_AVERAGED = 1 << 18,    // of experts and a shared one the mean is taken, not the sum
     FFN_OR_NOTHING = 1 << 19,     // a layer without an FFN is empty
+    YARN_LOG = 1 << 20,           // YARN_SCORES, and YaRN with a yarn_log leaves the cosines alone
 };
 
 enum { NO_LAYER = 255 };
@@ -1578,14 +1579,15 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
      .flags = QK_NORM_BARE, .local = 4, .no_rope = 4},
     {"maincoder", .c = {.rope = ROPE_PAIRS, .qk_norm_late = true}},
     {"refact", .c = {.rope = ROPE_NONE, .alibi = 8}},
-    {"cogvlm deepseek2-ocr", .flags = ROPE_10000},
+    {"cogvlm", .flags = ROPE_PLAIN},
+    {"deepseek2-ocr", .flags = ROPE_PLAIN | YARN_SCORES},
     {"eurobert", .flags = BOTH_WAYS},
     {"qwen", .flags = FF_BOTH},
-    {"plamo3", .c = {.rope_base_local = 10000}, .local = 8},
-    {"muse-glimmer*", .c = {.rope = ROPE_PAIRS, .embd_normed = true, .logit_cap = 30},
-     .flags = GATE | LOCAL_ROPE, .local = 4},
-    {"laguna*", .c = {.softplus_gates = true, .local_unscaled = true, .gating = GATING_SIGMOID},
-     .flags = GATE | FULL_FIRST, .local = 4},
+    {"plamo3", .c = {.rope_base_local = 10000, .local_unscaled = true}, .local = 8},
+    {"muse-glimmer*", .c = {.rope = ROPE_PAIRS, .embd_normed = true, .local_unscaled = true,
+     .logit_cap = 30}, .flags = GATE | LOCAL_ROPE, .local = 4},
+    {"laguna*", .c = {.softplus_gates = true, .local_unscaled = true, .local_plain = true,
+     .gating = GATING_SIGMOID}, .flags = GATE | FULL_FIRST, .local = 4},
     {"afmoe", .c = {.gating = GATING_SIGMOID}, .flags = GATE | EMBD_SQRT, .local = 4, .no_rope = 4},
     {"spark2_5", .c = {.act = ACT_GELU}, .flags = GATE, .local = 4},
     {"step35*", .c = {.gating = GATING_SIGMOID, .rope_base_local = 10000, .local_unscaled = true},
@@ -1627,15 +1629,16 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"smallthinker*", .c = {.act = ACT_RELU, .gates_normed = true, .routed_first = true},
      .flags = FULL_FIRST | WINDOW_SET | LOCAL_ROPE, .local = 4},
     {"maple*", .c = {.gates_normed = true, .limit_first = true}, .flags = LOCAL_ROPE, .local = 4},
-    {"mellum", .c = {.gates_normed = true, .local_unscaled = true}, .local = 4},
-    {"mimo2", .c = {.gates_normed = true, .gating = GATING_SIGMOID},
-     .flags = LOCAL_SINKS, .local = 6},
+    {"mellum", .local = 4,
+     .c = {.gates_normed = true, .local_unscaled = true, .local_plain = true}},
+    {"mimo2", .c = {.gates_normed = true, .gating = GATING_SIGMOID, .rope_base_local = 10000,
+     .local_unscaled = true}, .flags = LOCAL_SINKS, .local = 6},
     {"minimax-m2", .c = {.gates_normed = true, .gating = GATING_SIGMOID}},
     {"phimoe* qwen3moe* qwen3next* lfm2moe*", .c = {.gates_normed = true}},
     {"qwen3vlmoe", .c = {.gates_normed = true, .sections_mixed = true}},
     {"qwen35* qwen35moe", .c = {.key_tiled = true, .gates_normed = true, .sections_mixed = true}},
     {"hunyuan-dense hunyuan-moe hunyuan_vl", .c = {.qk_norm_late = true, .gates_normed = true}},
-    {"olmo2", .c = {.local_unscaled = true}, .local = 4},
+    {"olmo2", .c = {.local_unscaled = true, .local_plain = true}, .local = 4},
     {"gpt-oss*", .c = {.act = ACT_SWIGLU_OAI, .gates_normed = true}, .local = 2},
     {"gemma*", .c = {.act = ACT_GELU}, .flags = EMBD_SQRT},
     {"gemma2*", .c = {.act = ACT_GELU, .window = 4096, .attn_cap = 50, .logit_cap = 30},
@@ -1651,8 +1654,9 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"gemma4*", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true,
      .values_normed = true, .logit_cap = 30, .gates_normed = true}, .flags = EMBD_SQRT, .local = 6},
     {"deepseek2*", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID},
-     .flags = YARN_SCORES, .n_layer = 47},
-    {"deepseek2* mistral4 deepseek32", .c = {.rope = ROPE_PAIRS}, .flags = YARN_SCORES},
+     .flags = YARN_LOG, .n_layer = 47},
+    {"deepseek2*", .c = {.rope = ROPE_PAIRS}, .flags = YARN_LOG},
+    {"mistral4 deepseek32", .c = {.rope = ROPE_PAIRS}, .flags = YARN_SCORES},
     {"glm-dsa", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID}, .flags = YARN_SCORES},
     {"orion stablelm", .c = {.norm = NORM_LAYER}, .flags = MAY_BE_PARALLEL},
     {"codeshell falcon gptneox phi2 starcoder2", .c = {.norm = NORM_LAYER, .act = ACT_GELU},
@@ -1749,7 +1753,7 @@ static const Key KEYS[] = {
     {"residual_scale", REAL, CONFIG(residual_scale), ANY,
      "granite granitehybrid granitemoe granite_swa minicpm"},
     {"logit_scale", REAL, CONFIG(logit_scale), ANY,
-     "granite* granitehybrid granitemoe* granite_swa* minicpm command-r* cohere2* cohere2moe* "
+     "granite* granitehybrid granitemoe* granite_swa* minicpm command-r cohere2* cohere2moe* "
      "muse-glimmer*"},
     {"final_logit_softcapping", REAL, CONFIG(logit_cap), ANY, "gemma2 gemma3 gemma4 muse-glimmer"},
     {"attention.head_count", INT, CONFIG(n_head), 0, 1 << 14, ALL},
@@ -1791,14 +1795,13 @@ static const Key KEYS[] = {
     {"rope.dimension_count", INT, CONFIG(n_rot), -1, 4096, ALL},   // -1: all of a head
     {"rope.partial_rotary_factor", REAL, HINT(rope_part), 0, 1, "glm4"},   // so says Ollama
     {"rope.dimension_count_swa", INT, CONFIG(n_rot_local), 0, 4096,
-     "gemma4 afmoe laguna muse-glimmer spark2_5 step35"},
+     "gemma4 afmoe laguna maple muse-glimmer spark2_5 step35"},
     {"rope.swa.dimension_count", INT, CONFIG(n_rot_local), 0, 4096, "laguna"},   // Ollama's names
     {"rope.swa.freq_base", REAL, CONFIG(rope_base_local), ANY, "laguna"},
     {"rope.freq_base", REAL, CONFIG(rope_base), ANY, ALL},
     {"rope.freq_base_swa", REAL, CONFIG(rope_base_local), ANY,
-     "afmoe cohere2 cohere2moe exaone4 exaone-moe gemma2 gemma3 gemma4 gemma-embedding gpt-oss "
-     "laguna llama4 maple mellum mimo2 modern-bert muse-glimmer olmo2 plamo3 smallthinker "
-     "spark2_5 step35"},
+     "afmoe gemma2 gemma3 gemma4 gemma-embedding gpt-oss laguna llama4 maple mimo2 modern-bert "
+     "muse-glimmer plamo3 smallthinker spark2_5 step35"},
     {"rope.global.freq_base", REAL, CONFIG(rope_base), ANY, "gemma3 gemma4"},   // Ollama's names
     {"rope.local.freq_base", REAL, CONFIG(rope_base_local), ANY, "gemma3 gemma4"},
     {"rope.scale_linear", REAL, CONFIG(rope_factor), ANY, ALL},
@@ -1810,7 +1813,7 @@ static const Key KEYS[] = {
     {"rope.scaling.yarn_beta_fast", REAL, CONFIG(yarn_fast), ANY, "mistral3"},
     {"rope.scaling.yarn_beta_slow", REAL, CONFIG(yarn_slow), ANY, "mistral3"},
     {"rope.scaling.yarn_log_multiplier", REAL, CONFIG(yarn_log), ANY,
-     "mistral3 deepseek2 mistral4 glm-dsa deepseek32"},
+     "mistral3 deepseek2 mistral4 deepseek32"},
     {"rope.scaling.beta_fast", REAL, CONFIG(yarn_fast), ANY, "mistral3"},   // Ollama's names
     {"rope.scaling.beta_slow", REAL, CONFIG(yarn_slow), ANY, "mistral3"},
     {"rope.scaling.mscale_all_dim", REAL, CONFIG(yarn_log), ANY, "mistral3 deepseek2 mistral4"},
@@ -1957,6 +1960,8 @@ static void load_keys(Loader *ld, Layer *layer) {
         const char *behind = find_str(arch, k->archs);   // the name in archs
         bool required = behind && *behind == '*';
         if (k->by_layer != (layer != NULL)) continue;
+        bool scores = ld->arch->flags & YARN_SCORES && strstr(k->key, "rope.scal");
+        if (ld->arch->flags & ROPE_PLAIN && strstr(k->key, "rope.") && !scores) continue;
         if (!behind && !find_str(all, k->archs)) continue;
         void *field = place[k->place] + k->at;
         double x = 0;
@@ -2085,7 +2090,7 @@ static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
 static void load_gate(Loader *ld, Layer *w, int n_head, int vd);
 static void load_experts(Loader *ld, Layer *w);
 static void load_latent(Loader *ld, Layer *w);
-static void derive_latent(Config *c, bool yarn_scores);
+static void derive_latent(Config *c, uint64_t flags);
 static void load_inputs(Loader *ld, Layer *w);
 static bool load_recurrent(Loader *ld, Layer *w);
 static bool load_shared(Loader *ld, Layer *w);
@@ -2109,7 +2114,7 @@ static void load_qk_norms(Loader *ld, Layer *w) {
     *q = load_norm(ld, "attn_q_norm", w->n_head, w->hd);
     *k = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
     bool maverick = ld->m->config.n_expert == 128;   // the larger Llama 4 has none
-    if (ld->arch->flags & QK_NORM_BARE && w->window && !maverick && !q->w)
+    if (ld->arch->flags & QK_NORM_BARE && w->rotated && !maverick && !q->w)
         *q = *k = (Norm){.w = scaled(ld, NULL, w->hd, 1), .n = w->hd, .group = w->hd};
     if (w->k.data && !q->w != !k->w)
         require(ld, NULL, q->w ? "attn_k_norm" : "attn_q_norm", ".weight");
@@ -2435,14 +2440,13 @@ static void derive_rope(Loader *ld) {
         c->section[i] = fmin(fmax(meta_int(section, i), 0), 4096);
     if (c->section[0] && !strcmp(c->name, "glm4")) c->rope = ROPE_HALVES;   // GLM-OCR
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
-    derive_latent(c, flags & YARN_SCORES);
+    derive_latent(c, flags);
+    if (flags & ROPE_PLAIN) c->rope_factor = c->rope_mag = 1;
     if (!c->sharpen_length) c->sharpen_length = c->n_ctx_orig;
     if (!h->hd_local) h->hd_local = c->hd;
     if (!h->vd_local) h->vd_local = c->vd;
     if (!c->n_rot_local) c->n_rot_local = h->hd_local < c->hd ? h->hd_local : c->n_rot;
     if (flags & HALF_ROTATED) c->n_rot /= 2;
-    if (flags & HALF_ROTATED && c->rope_factor != 1) refuse(ld, "RoPE scaling in a %s", c->name);
-    if (flags & ROPE_10000) c->rope_base = c->rope_base_local = 10000;
     if (h->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slows low frequencies most
         c->rope_base *= powf(h->rope_alpha, c->hd / (c->hd - 2.0f));
     if (c->n_rot % 2 || c->n_rot > c->hd || c->n_rot_local % 2 || c->n_rot_local > h->hd_local ||
@@ -2455,6 +2459,7 @@ static void derive_rope(Loader *ld) {
 static void derive_config(Loader *ld) {
     Config *c = &ld->m->config;
     c->eps = fmaxf(c->norm == NORM_RMS ? ld->hints.eps_rms : c->eps, 0);
+    if (c->logit_scale == 0) c->logit_scale = 1;
     if (ld->arch->flags & LOGIT_DIVIDE) c->logit_scale = 1 / c->logit_scale;
     if (c->span && (!c->window || !c->causal)) refuse(ld, "spans need a causal window");
     if (c->span) c->window = c->span;   // whatever the file says
@@ -2669,7 +2674,8 @@ static float rope_scaling(const Model *m, int kind, int window, double *freq) {
         freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
     }
     double longer = yarn && scale < 1 ? 0.1 * log(1 / scale) : 0;
-    return (unscaled ? 1 : c->rope_mag) * (1 + longer) / (1 + c->yarn_log * longer);
+    float mag = kind == WINDOWED && c->local_plain ? 1 : c->rope_mag;
+    return mag * (1 + longer) / (1 + c->yarn_log * longer);
 }
 
 // Can the model run a text of n tokens?
@@ -2704,10 +2710,10 @@ static void alibi_slopes(float *slope, int n_head, float max_bias) {
 //
 //   q *= 1 + sharpen_scale * ln(floor(pos / sharpen_length) + 1)
 //
-// Llama 4 has pos + 1 for pos, and does so only where there is no window.
+// Llama 4 has pos + 1 for pos, and does so only where there is no RoPE.
 static void sharpen(const Session *s, float *q, size_t n, int pos) {
     const Config *c = &s->m->config;
-    if (c->sharpen_scale == 0 || (c->span && s->m->layers[s->l].window)) return;
+    if (c->sharpen_scale == 0 || (c->span && s->m->layers[s->l].rotated)) return;
     if (c->span) pos++;
     float spans = floorf(pos / (float)c->sharpen_length);
     scale(q, n, c->sharpen_scale * logf(spans + 1) + 1);
@@ -3564,17 +3570,19 @@ static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
     return (Matrix){(uint8_t *)to, QUANT_F16, lora, nope, NULL, NULL, 2 * size, 0, 0};
 }
 
-// A head's widths are those of the queries and values that it stands for, and so is the scale. With
-// yarn_scores, yarn_log is of the scores instead of the cosines.
-static void derive_latent(Config *c, bool yarn_scores) {
+// A head's widths are those of the queries and values that it stands for, and so is the scale.
+// RoPE scaling sharpens the scores, too. Such files give a tenth of yarn_log.
+static void derive_latent(Config *c, uint64_t flags) {
     bool swapped = c->hd != c->lora + c->n_rot && c->latent_hd == c->lora + c->n_rot;   // by Ollama
     if (!c->latent_hd || swapped) c->latent_hd = c->hd;
     if (!c->latent_vd || swapped) c->latent_vd = c->vd;
     if (c->lora) c->attn_scale = 1 / sqrtf(c->latent_hd);
-    if (!yarn_scores) return;
-    float far = logf(c->rope_factor), cosines = c->yarn && c->yarn_log != 0 ? 0 : 0.1f * far;
-    c->attn_scale *= powf(c->rope_mag * (1 + cosines) * (1 + c->yarn_log * far), 2);
-    if (cosines == 0) c->yarn_log = 1;   // rope_scaling then returns rope_mag
+    if (!(flags & (YARN_SCORES | YARN_LOG))) return;
+    bool by_log = c->yarn && c->yarn_log != 0 && flags & YARN_LOG;
+    float far = logf(c->rope_factor), grown = by_log ? 1 : 1 + 0.1f * far;
+    if (by_log || !c->yarn) grown *= 1 + c->yarn_log * far;
+    c->attn_scale *= powf(c->rope_mag * grown, 2);
+    c->yarn_log = by_log ? 1 : 10 * c->yarn_log;   // 1: rope_scaling returns rope_mag
 }
 
 static void load_latent(Loader *ld, Layer *w) {
@@ -9010,7 +9018,7 @@ static void print_statistics(const Cli *cli) {
 
 // Does a key say something that the engine must know? Keys of RoPE, attention, experts and sampling
 // do. Those in `shapes` are no loss: the shapes of tensors give the same numbers. arch: "llama."
-static bool key_matters(const Meta *v, const char *arch) {
+static bool key_matters(const Meta *v, const char *arch, float base) {   // base: RoPE's
     static const char shapes[] = "expert_feed_forward_length expert_shared_feed_forward_length "
         "expert_shared_count expert_latent_length attention.q_lora_rank attention.recurrent_layers "
         "attention.indexer.head_count attention.indexer.key_length attention.indexer.types";
@@ -9019,7 +9027,9 @@ static bool key_matters(const Meta *v, const char *arch) {
     if (!str_cut(&rest, arch) || find_str(rest, shapes)) return false;
     if (!str_cut(&rest, "rope.") && !str_cut(&rest, "attention.") && !str_cut(&rest, "expert"))
         return false;
-    if (!gguf_size[v->type] || !str_cut(&rest, "scaling.yarn_")) return true;
+    if (!gguf_size[v->type] || str_eq(rest, "scaling.yarn_log_multiplier")) return true;
+    if (str_cut(&rest, "freq_base")) return meta_float(v, 0) != base;
+    if (!str_cut(&rest, "scaling.yarn_")) return true;
     double usual = str_eq(rest, "beta_fast") ? 32 : 1;   // what YaRN has anyway
     return meta_float(v, 0) != usual;
 }
@@ -9036,7 +9046,7 @@ static void print_unread(const Model *m) {
         if (list && v->n > n_layer)
             fprintf(stderr, "note: key %.*s has %llu values for %d layers\n", STR_ARG(v->key),
                     (unsigned long long)v->n, (int)n_layer);
-        if (!v->used && key_matters(v, arch))
+        if (!v->used && key_matters(v, arch, m->config.rope_base))
             fprintf(stderr, "note: key %.*s is not used\n", STR_ARG(v->key));
     }
 }

@@ -26,8 +26,8 @@ _Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");   // the state as llm.c has
 
 // ---- 1. the device ----
 //
-// The functions device_* stand here twice, for NVIDIA and for Apple. Other code knows only whether
-// the GPU has copies (DEVICE_COPIES).
+// The functions device_* stand here twice, for NVIDIA and for Apple. Other code knows whether the
+// GPU has copies (DEVICE_COPIES), and for gemv_ring its cores and their memory (g->room, or 0).
 
 // tiles of gemm and flash_attention: buffers, tokens, threadgroup memory; the tests try both, and
 // gemv_ring on a device of theirs with SOFT_CORES and SOFT_ROOM
@@ -64,17 +64,17 @@ typedef struct Gpu {
     size_t longest;             // bytes that a buffer may have
     int cores, room;            // for gemv_ring: the GPU's cores; threadgroup memory, 0: no ring
     size_t many;                // of more bytes of weights a core, a launch is long
-    int own_cols;               // more columns of a few tokens' inputs are staged by ring_inputs
+    int own_cols;               // more columns of a few tokens' inputs are packed by ring_inputs
     Pool *pool;                 // the session's, for the compiler
     Map own;                    // memory for what follows
-    int32_t *ids, *now;         // [chunk] tokens; [NOW_SIZE + FEW * n_head], see kernels.metal
+    int32_t *ids, *now;         // [chunk] tokens; [NOW_COUNTS + FEW * n_head], see kernels.metal
     uint16_t *halves;           // [rows][half_step of an input], which gemm reads
     float *powers;              // [rows] see halve
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate also takes their results
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
     float *conv;                // [chunk][channels] the output of delta_conv
     float *inputs;              // [chunk][n_layer][per_layer]
-    float *staged;              // what ring_inputs makes of the inputs of a few tokens
+    float *packed;              // what ring_inputs makes of the inputs of a few tokens
     float *parts;               // [FEW][n_head][slices][vd + 2] of a long ring, see Spread
     bool dry;                   // what is encoded will not run
     char why[300];              // what went wrong first, or empty
@@ -289,17 +289,18 @@ static char *device_address(const Gpu *g, const void *p) {
 // 256 threads each thread may use as many registers as there can be. Of gemv, 512 or 768 threads
 // (of a few tokens 384) must fit on a core, or too few loads would be under way at once; of gemm
 // 512 threads, of flash_attention 2 or 3 threadgroups, so that some compute while others wait; of
-// gemv_ring as many as RING says, of attention that MERGES 2 unless heads are wide, so that the
-// next launch fits.
+// gemv_ring 2 threadgroups if it has one team and LANE_GROUPS is 1, of attention that MERGES 2
+// unless heads are wide, so that the next launch fits.
 static void cuda_source(const Variant *p, char *s) {
     const int *constant = p->d.constant;
-    bool waits = constant[C_RING] || !strcmp(p->d.kernel, "attention");   // by themselves, later
+    bool ring = constant[C_LANE_GROUPS];
+    bool waits = ring || !strcmp(p->d.kernel, "attention");   // themselves, later
 #define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, constant[C_##name]);
     FUNCTION_CONSTANTS(X)
 #undef X
     int fit = (gemv_rows(constant[C_FORMAT_0], GEMV_ROWS, 0) > 2 ? 512 : 768) / p->threads;
-    if (constant[C_SETS]) fit = 384 / p->threads;
-    if (constant[C_RING]) fit = div_up(constant[C_RING], constant[C_TEAMS]);
+    if (constant[C_TOKENS] > 1) fit = 384 / p->threads;
+    if (ring) fit = constant[C_LANE_GROUPS] == 1 && constant[C_TEAMS] == 1 ? 2 : 1;
     else if (constant[C_TILE_ROWS]) fit = 512 / p->threads;
     else if (constant[C_BUFFERS]) fit = constant[C_HEAD_DIM] > 128 ? 2 : 3;
     else if (constant[C_MERGES] && constant[C_HEAD_DIM] <= NARROW_MAX) fit = 2;
@@ -402,7 +403,7 @@ static bool device_ready(Gpu *g) {   // compiles and loads all variants that are
                         cuda(g, cuModuleGetFunction, &p->state, module, name) &&
                         (!p->d.constant[C_BUFFERS] ||
                          cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, SHARED_BYTES)) &&
-                        (!p->d.constant[C_RING] ||
+                        (!p->d.constant[C_LANE_GROUPS] ||
                          cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, g->room))
                   : gpu_fail(g, p->d.kernel, c->bytes ? c->bytes : "it is not compiled");
         free(c->bytes);
@@ -412,7 +413,7 @@ static bool device_ready(Gpu *g) {   // compiles and loads all variants that are
 }
 
 static size_t device_threads(const Dispatch *d) {   // what a variant is compiled for
-    bool own = d->constant[C_UNIT_ROWS] || d->constant[C_BUFFERS] || d->constant[C_RING];
+    bool own = d->constant[C_UNIT_ROWS] || d->constant[C_BUFFERS] || d->constant[C_LANE_GROUPS];
     if (own) return d->threads;
     return d->threads > 256 ? 1024 : 256;
 }
@@ -838,12 +839,13 @@ static int gemm_tokens(int n) {   // in a tile, for n tokens
 }
 
 // What is done with a product and its bias, or with a norm's result, see finish in kernels.metal:
-// it is multiplied by factor, and kind says how it meets `other`. softcap and limit (of the GLU's
-// two factors) are a product's; the result of a norm is multiplied by scale, too. 0: there is none.
+// it is multiplied by factor, and kind says how it meets `other`. softcap and limit (of what is
+// stored, or of the GLU's two factors) are a product's; the result of a norm is multiplied by
+// scale, too. 0: there is none.
 typedef struct { int kind; const float *other; float factor, softcap, limit, scale; } Epilogue;
 static const Epilogue STORE = {.kind = EPILOGUE_STORE, .factor = 1};
 
-// rows of floats, and the norm that gemv is still to apply to them, or NULL
+// rows of floats, and the RMSNorm that gemv is still to apply to them, or NULL
 typedef struct { const float *x; const Norm *norm; } Input;
 
 // Rows may begin at any byte. We bind the multiple of 16 before them, and pass the difference.
@@ -905,11 +907,12 @@ typedef struct {
     Epilogue e;
     int experts;
 } Products;
+static int n_results(const Products *p) { return p->e.kind == EPILOGUE_GLU ? 1 : p->k; }
 
 // buffers of gemv and gemm, in the order of their parameters; the first three are matrices
-enum { AT_BIAS = 3, AT_X = 6, AT_Y = 8, AT_OTHER = 11, AT_SCALES = 14,
-       GEMV_NORM = 7, GEMV_NORM_BIAS = 12, GEMV_CHOSEN = 13, GEMV_BUFFERS = 16,
-       GEMM_POWERS = 7, GEMM_TILES = 12, GEMM_ORDER = 13, GEMM_BUFFERS = 15 };
+enum { AT_BIAS = 3, AT_X = 6, AT_Y = 8, AT_OTHER = 11, AT_SCALES = 13,
+       GEMV_NORM = 7, GEMV_CHOSEN = 12, GEMV_BUFFERS = 15,
+       GEMM_POWERS = 7, GEMM_ORDER = 12, GEMM_TILES = 14, GEMM_BUFFERS = 15 };
 
 // Binds what gemv and gemm have in common. If there are less than three matrices, the others get
 // the last one's format, since matrices of one format share their code.
@@ -935,159 +938,164 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
     for (int i = 0; i < p->k; i++) {
         bind_matrix(d, a->w, i, p->w[i], AT_BIAS, p->experts);
         if (p->experts) d->bound[AT_SCALES + i] = p->w[i]->scale;
-        if (i == 0 || p->e.kind != EPILOGUE_GLU) d->bound[AT_Y + i] = p->y[i];
+        if (i < n_results(p)) d->bound[AT_Y + i] = p->y[i];
     }
 }
 
 static bool is_float(const Matrix *w) { return quant_row_bytes(w->type, 1); }   // of any length
 
-// bytes before the slots of gemv_ring
-static int ring_bytes(const struct product_args *a, int ring, int sets, int teams) {
-    return 4 * ring_floats(a->cols, a->piece, ring, sets, teams, a->inputs, a->listed);
+// tokens that gemv and gemv_ring compute for n, some of them in vain
+static int tokens_for(int n) { return n > 4 ? FEW : n > 2 ? 4 : n; }
+
+// as many of gemv_ring's slots as `room` bytes of threadgroup memory have
+static int ring_slots(struct product_args *a, int lane_groups, int tokens, int teams, int room) {
+    a->input = ring_input(a->cols, lane_groups, tokens);
+    room -= 4 * at_slots(teams, a->input, a->inputs);
+    return smaller(room / (teams * RING_TILE * a->stride), RING_SLOTS);
 }
 
-// What gemv_ring runs for up to `few` tokens: for how many it has room (0: for none), sets, teams,
-// and threadgroup memory. One token takes `room` bytes. Several take these, too, if the next launch
-// can begin beside them; else all that a threadgroup can have: best with two teams, and with all
-// chunks of their inputs.
-typedef struct { int few, sets, teams, room; } RingPlan;
-static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, bool experts, int ring,
-                          int room) {
-    enum { MANY = 4, LEAST = 2 };   // slots; slots, or chunks
-    int slot = RING_TILE * a->stride, all = smaller(a->pieces, RING_INPUTS);
-    int sets = few > 1 ? div_up(few, SET_TOKENS) : 0;
-    int beside = ring > 1 ? room : 0;   // the next launch
-    const struct { int inputs, teams, room, slots; } ways[] = {
-        {all, 1, beside, MANY}, {all, 2, g->room, MANY}, {LEAST, 2, g->room, MANY},
-        {all, 1, g->room, LEAST}, {LEAST, 1, g->room, LEAST}};
-    for (; sets; sets--)
+// What gemv_ring runs for up to `few` tokens, with `room` bytes: a->few of them (0: none), with
+// a->inputs and a->slots. per_token: a token's inputs for its experts, which run as for one token,
+// or 0. Else weights meet all tokens, or half, in the first of these ways that has slots enough:
+// beside the next launch, as for one token; with two teams and all memory; with one.
+typedef struct { int tokens, teams, room; } RingPlan;   // TOKENS, TEAMS, bytes
+static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int per_token,
+                          int lane_groups, int room) {
+    enum { MANY = 4, LEAST = 2 };   // slots
+    const struct { int teams, room, slots; } ways[] = {
+        {1, lane_groups == 1 ? room : 0, MANY}, {2, g->room, LEAST}, {1, g->room, LEAST}};
+    for (int tokens = per_token ? 1 : tokens_for(few); tokens > 1; tokens /= 2)
         for (size_t i = 0; i < COUNT(ways); i++) {
             int teams = ways[i].teams, most = ways[i].room;
-            a->inputs = smaller(ways[i].inputs, all);
-            a->few = smaller(few, SET_TOKENS * sets);
-            a->listed = experts ? a->few * a->each : 0;
-            a->slots = smaller((most - ring_bytes(a, ring, sets, teams)) / slot, RING_SLOTS);
-            if (a->slots < ways[i].slots) continue;
-            return (RingPlan){a->few, sets, teams, most};
+            a->few = smaller(few, tokens);
+            a->inputs = 1;   // of all tokens
+            a->slots = ring_slots(a, lane_groups, tokens, teams, most);
+            if (a->slots >= ways[i].slots) return (RingPlan){tokens, teams, most};
         }
-    a->listed = 0;
-    a->slots = smaller((room - ring_bytes(a, ring, 0, 1)) / slot, RING_SLOTS);
-    return (RingPlan){a->slots >= LEAST, 0, 1, room};
+    for (a->few = per_token ? few : 1; a->few; a->few--) {
+        int inputs = per_token * a->few;   // a threadgroup has rows of its share and one more
+        a->inputs = inputs > 1 ? div_up(inputs, g->cores) + 1 : 1;
+        a->slots = ring_slots(a, lane_groups, 1, 1, room);
+        if (a->slots >= LEAST) break;
+    }
+    return (RingPlan){1, 1, room};
 }
 
-// gemv_ring for as many of up to FEW tokens as it has room for, whose number it returns; the inputs
-// of several are staged first, if that would take it long. 0: it lacks the format, or the GPU has
-// no ring, or no room for one token; or a token's choices have inputs of their own. A short launch
-// gets half of a core's threadgroup memory, so that the next one fits beside it; a long one gets
-// nearly all, or two threadgroups a core, if its rows are too narrow for 256 columns a worker.
+// Into which pieces are rows cut, and how far do those of a slot lie apart?
+static void cut_rows(const Products *p, struct product_args *a, int lane_groups) {
+    a->piece_cols = a->stride = 0;
+    for (int i = 0; i < p->k; i++) {
+        int cols = ring_cols(a->cols, a->w[i].row_bytes, lane_groups);
+        a->piece_cols = larger(a->piece_cols, smaller(cols, a->cols));
+    }
+    for (int i = 0; i < p->k; i++) {
+        a->w[i].piece_bytes = quant_row_bytes(p->w[i]->type, a->piece_cols);
+        a->stride = larger(a->stride, ring_stride(a->w[i].piece_bytes));
+    }
+    a->pieces = div_up(a->cols, a->piece_cols);
+}
+
+// packs the inputs of a few tokens for gemv_ring, which then reads them instead
+static void pack_inputs(Gpu *g, Dispatch *d, struct product_args a, int lane_groups, int tokens) {
+    bool normed = d->constant[C_NORMED];   // then a worker needs all squares of its columns
+    a.threadgroups = RING_WORKERS * (normed ? 1 : div_up(a.cols, ring_turn(lane_groups)));
+    Dispatch b = {.kernel = "ring_inputs", .n = 3, .groups = a.few * a.threadgroups,
+                  .threads = SIMD_LANES,
+                  .bound = {d->bound[AT_X], d->bound[GEMV_NORM], g->packed},
+                  .constant = {[C_NORMED] = d->constant[C_NORMED], [C_LANE_GROUPS] = lane_groups,
+                               [C_TOKENS] = tokens, [C_TEAMS] = 1}};
+    gpu_dispatch(g, &b, &a, sizeof a);
+    d->bound[AT_X] = g->packed;
+    d->constant[C_PACKED] = 1;
+}
+
+// gemv_ring for as many of up to FEW tokens as it has room for, whose number it returns. 0: it
+// cannot compute this product, which is gemv's then. For one token, on an H100:
+//   a launch is           a core's 227 KB have          LANE_GROUPS
+//   short                 112 KB of this and the next   1
+//   long, of wide rows    210 KB, and a cache           2
+//   long, of other rows   two threadgroups' 112 KB      1
 // Whether it is long does not depend on tokens: so each gets the bits that it has alone.
 static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
-    enum { WIDE = 2048, DEEP = 210 << 10, SHALLOW = 112 << 10 };
     Gpu *g = s->gpu;
-    uint64_t bytes = 0, rows = 0;
-    bool sorted = p->experts == EXPERTS_SORTED;
-    int few = sorted ? 1 : p->n;
-    if (!g->room || few > FEW || p->experts == EXPERTS_HEADS) return 0;
-    if (sorted && a->each > 1) return 0;
+    uint64_t bytes = 0, rows = 0;   // of a token
+    int per_token = p->experts == EXPERTS_SORTED ? a->each : p->experts != EXPERTS_NONE;
+    if (!g->room || p->n > FEW || p->experts == EXPERTS_HEADS) return 0;
     for (int i = 0; i < p->k; i++) {
         if (is_float(p->w[i])) return 0;
         bytes += (uint64_t)a->w[i].row_bytes * p->w[i]->rows * a->each;
-        if (i == 0 || p->e.kind != EPILOGUE_GLU) rows += (uint64_t)p->w[i]->rows * a->each;
+        if (i < n_results(p)) rows += (uint64_t)p->w[i]->rows * a->each;
     }
     if (rows * FEW * 2 * g->cores >> 32) return 0;   // they are multiplied by threadgroups
     bool longer = bytes / g->cores > g->many;
-    int ring = longer && a->cols >= WIDE && a->cols % 64 == 0 ? 1 : 2;
-    int room = smaller(ring > 1 ? SHALLOW : DEEP, g->room / ring);
-    a->piece = a->stride = 0;
-    for (int i = 0; i < p->k; i++) {
-        int cols = ring_cols(a->cols, a->w[i].row_bytes, ring);
-        a->piece = larger(a->piece, smaller(cols, a->cols));
-    }
-    for (int i = 0; i < p->k; i++) {
-        a->w[i].piece = quant_row_bytes(p->w[i]->type, a->piece);
-        a->stride = larger(a->stride, ring_stride(a->w[i].piece));
-    }
-    a->pieces = div_up(a->cols, a->piece);
-    if (!plan_ring(g, a, 1, p->experts, ring, room).few) return 0;   // nor do several take it then
-    RingPlan plan = plan_ring(g, a, few, p->experts, ring, room);
-    a->few = few = plan.few;
-    a->units = longer && plan.room <= g->room / ring ? ring * g->cores : g->cores;
-    if (a->units > (int)rows) a->units = rows;   // one without rows would leave copies behind
+    int lane_groups = longer && a->cols >= ring_turn(2) && a->cols % 64 == 0 ? 2 : 1;
+    int room = lane_groups > 1 ? smaller(210 << 10, g->room) : smaller(112 << 10, g->room / 2);
+    cut_rows(p, a, lane_groups);
+    plan_ring(g, a, 1, per_token, lane_groups, room);
+    if (!a->few) return 0;   // nor do several take it then
+    RingPlan plan = plan_ring(g, a, p->n, per_token, lane_groups, room);
+    assert(!d->constant[C_NORMED] || a->inputs <= FEW);   // squares has room for these
+    a->outputs = p->experts ? a->few * a->each : 1;
+    if (p->experts) rows *= a->few;
+    a->threadgroups = g->cores;
+    if (longer && lane_groups == 1 && plan.room <= g->room / 2) a->threadgroups *= 2;
+    if (a->threadgroups > (int)rows) a->threadgroups = rows;   // each has a row
     d->kernel = "gemv_ring";
-    d->groups = a->units;
-    d->threads = ring_threads(plan.teams);
-    d->shared = ring_bytes(a, ring, plan.sets, plan.teams) / 4;
-    d->shared += a->slots * RING_TILE * a->stride / 4;
-    bool staged = plan.sets && (a->inputs < a->pieces || few * a->cols > g->own_cols);
-    d->constant[C_RING] = ring;
-    d->constant[C_SETS] = plan.sets;
+    d->groups = a->threadgroups;
+    d->threads = (plan.teams * RING_WORKERS + RING_COPIERS) * SIMD_LANES;
+    d->shared = at_slots(plan.teams, a->input, a->inputs);
+    d->shared += a->slots * plan.teams * RING_TILE * a->stride / 4;
+    d->constant[C_LANE_GROUPS] = lane_groups;
+    d->constant[C_TOKENS] = plan.tokens;
     d->constant[C_TEAMS] = plan.teams;
-    d->constant[C_STAGED] = staged;
-    if (staged) {
-        struct product_args b = *a;
-        int turn = 128 * ring_span(ring) * RING_WORKERS;   // columns of all workers
-        b.units = RING_WORKERS * (p->in.norm ? 1 : div_up(a->cols, turn));
-        run_kernel(s, b, "ring_inputs",
-                   {p->in.x, d->bound[GEMV_NORM], d->bound[GEMV_NORM_BIAS], g->staged}, 4,
-                   few * b.units, SIMD_LANES, 0,
-                   {[C_NORMED] = d->constant[C_NORMED], [C_CENTRED] = d->constant[C_CENTRED],
-                    [C_RING] = ring, [C_SETS] = plan.sets, [C_TEAMS] = 1, [C_STAGED] = 1});
-        d->bound[AT_X] = g->staged;
-    }
+    if (plan.tokens > 1 && plan.tokens * a->cols > g->own_cols)
+        pack_inputs(g, d, *a, lane_groups, plan.tokens);
     gpu_dispatch(g, d, a, sizeof *a);
-    return few;
+    return a->few;
 }
 
 // gemv for some of the first of p.n tokens, whose number it returns: for all of a chunk that meet a
-// router, for all heads; for a few if all matrices are floats, unless a norm needs a mean or a bias
-static int run_plain(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
+// router, for all heads; for a few if all matrices are floats
+static int run_units(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
     bool heads = p->experts == EXPERTS_HEADS, gather = p->experts == EXPERTS_GATHER;
-    bool mean = d->constant[C_CENTRED] || d->constant[C_NORMED] & NORM_BIAS;
-    bool meet = !p->experts && p->n <= FEW && !mean;
+    bool meet = !p->experts && p->n <= FEW;
     for (int i = 0; i < p->k; i++) meet &= is_float(p->w[i]);
-    int n = heads || p->n > FEW ? p->n : 1;
-    int few = meet ? p->n : 1;
-    int sets = few > 1 ? div_up(few, SET_TOKENS) : 0, all = 0;
+    int n = heads || p->n > FEW ? p->n : 1, all = 0;
     int inputs = gather ? n : n * a->each;
     bool staged = inputs == 1 && !is_float(p->w[0]) && p->w[0]->cols <= STAGED_COLS;
     int nsg = staged ? STAGED_SIMDGROUPS : GEMV_SIMDGROUPS;
-    int counted = p->e.kind == EPILOGUE_GLU ? 1 : p->k;   // matrices with units of their own
-    if (gather) a->x_step = 0;   // all choices of a token have the same input
-    a->few = few;
-    a->tokens = n * a->each;
-    for (int i = 0; i < p->k; i++) all += p->w[i]->rows * (heads ? a->each : a->tokens);
-    for (int i = 0; i < counted; i++)
-        a->units += gemv_units(p->w[i]->type, p->w[i]->rows, gemv_most(all), sets);
-    d->groups = div_up(a->units * a->tokens, nsg);
+    a->few = meet ? p->n : 1;
+    a->outputs = n * a->each;
+    for (int i = 0; i < p->k; i++) all += p->w[i]->rows * (heads ? a->each : a->outputs);
+    for (int i = 0; i < n_results(p); i++)
+        a->units += gemv_units(p->w[i]->type, p->w[i]->rows, gemv_most(all), tokens_for(a->few));
+    d->groups = div_up(a->units * a->outputs, nsg);
     d->threads = nsg * SIMD_LANES;
     d->shared = staged ? staged_floats(p->w[0]->cols) : nsg * X_FLOATS;
     d->constant[C_STAGED] = staged;
-    d->constant[C_SETS] = sets;
+    d->constant[C_TOKENS] = tokens_for(a->few);
     d->constant[C_UNIT_ROWS] = gemv_most(all);
     gpu_dispatch(s->gpu, d, a, sizeof *a);
-    return n * few;   // one of them is 1
+    return n * a->few;   // one of them is 1
 }
 
 static void run_gemv(Session *s, Products p) {   // for up to FEW tokens, or n of a router
-    const Norm *norm = p.in.norm;
     const int32_t *chosen = s->chosen;
-    bool sorted = p.experts == EXPERTS_SORTED;
     float *y[3];
-    for (int i = 0; i < p.k; i++) y[i] = p.y[i > 0 && p.e.kind == EPILOGUE_GLU ? 0 : i];
+    memcpy(y, p.y, n_results(&p) * sizeof *y);
+    p.y = y;
     for (int done; p.n > 0; p.n -= done) {
         struct product_args a;
         Dispatch d = {.kernel = "gemv", .n = GEMV_BUFFERS,
-                      .constant = {[C_NORMED] = norm_bits(norm),
-                                   [C_CENTRED] = norm && s->m->config.norm != NORM_RMS}};
-        p.y = y;
+                      .constant = {[C_NORMED] = norm_bits(p.in.norm)}};
         bind_products(s, &d, &a, &p);
-        if (norm) d.bound[GEMV_NORM] = norm->w, d.bound[GEMV_NORM_BIAS] = norm->b;
+        if (p.in.norm) d.bound[GEMV_NORM] = p.in.norm->w;
         if (p.experts) d.bound[GEMV_CHOSEN] = chosen;
         done = run_ring(s, &p, &d, &a);
-        if (!done) done = run_plain(s, &p, &d, &a);
-        p.in.x += done * (sorted ? a.each : 1) * input_step(p.w[0]);
+        if (!done) done = run_units(s, &p, &d, &a);
+        p.in.x += done * (p.experts == EXPERTS_SORTED ? a.each : 1) * input_step(p.w[0]);
         if (p.e.other) p.e.other += done * output_step(p.w[0]);
-        for (int i = 0; i < p.k; i++) y[i] += done * a.each * output_step(p.w[i]);
+        for (int i = 0; i < n_results(&p); i++) y[i] += done * a.each * output_step(p.w[i]);
         if (p.experts) chosen += done * a.each;
     }
 }
@@ -1121,8 +1129,8 @@ static void run_gemm(Session *s, Products p) {
     for (int i = 0; i < p.k; i++) all += p.w[i]->rows * each;
     if (all / rows * div_up(p.n, tile) < FILL) rows /= 2;
     if (all / rows * div_up(p.n, tile) < FILL && tile > 64 && !chosen) tile = 64;
-    a.units = chosen ? expert_tiles(p.n * a.each, s->m->config.n_expert, tile) : div_up(p.n, tile);
-    for (int i = 0; i < p.k; i++) d.groups += div_up(p.w[i]->rows, rows) * a.units * each;
+    a.tiles = chosen ? expert_tiles(p.n * a.each, s->m->config.n_expert, tile) : div_up(p.n, tile);
+    for (int i = 0; i < p.k; i++) d.groups += div_up(p.w[i]->rows, rows) * a.tiles * each;
     d.threads = 2 * rows;
     d.shared = gemm_floats(tile, rows, TILE_BUFFERS);
     d.constant[C_TILE_TOKENS] = tile;
@@ -1131,7 +1139,7 @@ static void run_gemm(Session *s, Products p) {
 }
 
 // Up to FEW tokens run as in decode, so that each has the bits that it has alone; run_ring and
-// run_plain say which weights they read once. In an encoder a token sees later ones.
+// run_units say which weights they read once. In an encoder a token sees later ones.
 static bool is_few(const Session *s, int n) { return n == 1 || (n <= FEW && s->m->config.causal); }
 
 // one dispatch, or for a chunk two; for a few tokens as many as run_ring needs
@@ -1146,11 +1154,13 @@ static void run_product(Session *s, const Matrix *w, Input in, float *y, int n, 
     run_products(s, &w, 1, in, &y, n, e);
 }
 
-// norm(x), if the model has this norm: gemv applies it, for a chunk a dispatch into h
+// norm(x), if the model has this norm: gemv applies an RMSNorm; else, and for a chunk, it is a
+// dispatch into h
 static Input run_input(Session *s, const float *x, const Norm *w, float *h, int n) {
     const Config *c = &s->m->config;
     if (!w->w && c->norm != NORM_BARE) return (Input){x, NULL};
-    if (is_few(s, n) && !c->inputs_weighed) return (Input){x, w};
+    bool rms = c->norm == NORM_RMS && !w->b;
+    if (is_few(s, n) && rms && !c->inputs_weighed) return (Input){x, w};
     run_norm(s, x, w, c->norm, c->dim, h, n, STORE);
     return (Input){h, NULL};
 }
@@ -1159,9 +1169,9 @@ static bool is_gated(const Layer *w) {   // a gate behind each head's query
     return !w->k_b.data && w->q.rows > (int64_t)w->n_head * w->hd;
 }
 
-// How attention's work is spread, with `used` rows in the ring. A threadgroup has some query heads
-// of one KV head. For a few tokens it has a slice of the ring, too. The heads of one token are
-// apart as long as the GPU has room for all. Slices double as the ring fills, up to a limit, so
+// How attention's work is spread, with `used` rows in the KV ring. A threadgroup has some query
+// heads of one KV head. For a few tokens it has a slice of the ring, too. The heads of one token
+// are apart as long as the GPU has room for all. Slices double as the ring fills, up to a limit, so
 // launches seldom change; query_slices says how many of them a query takes.
 typedef struct { int heads, slices; } Spread;   // slices: at most
 static int spread_groups(const Layer *w, int heads) {   // threadgroups for a slice of a token
@@ -1193,12 +1203,6 @@ static void run_stretch(Gpu *g, const Dispatch *d, const struct attention_args *
     gpu_dispatch(g, &part, a, sizeof *a);
 }
 
-// of a QK norm: 1: each head is normed, 4: all heads as a whole, 0: there is none; for QK_NORMED
-static int qk_norm_bit(const Norm *w) {
-    if (!w->w) return 0;
-    return w->group ? 1 : 4;
-}
-
 // flash_attention for a chunk of n tokens, or false: too few, or a tile has no room in its memory
 static bool run_flash(Session *s, const Layer *w, Dispatch *d, const struct attention_args *a) {
     bool latent = w->k_b.data;
@@ -1214,8 +1218,8 @@ static bool run_flash(Session *s, const Layer *w, Dispatch *d, const struct atte
 }
 
 // QK norm, RoPE, the write to the cache, and s->att[n][n_head][vd]: one dispatch for one token, two
-// for a chunk (but one if latent) or where another layer's keys are read; one more for a norm of a
-// whole projection, one for a norm of values, and, unless attention merges them itself, one to
+// for more (but one if latent) or where another layer's keys are read; one more for each norm of
+// a whole projection, one for a norm of values, and, unless attention merges them itself, one to
 // merge a ring's slices.
 static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
@@ -1226,18 +1230,19 @@ static void run_attention(Session *s, const Layer *w, int n) {
     bool merges = few && g->room && own && !latent;
     Spread spread = attention_spread(w, smaller(s->pos + n, kv->rows), few);
     int fused = few && own && !latent ? 1 + (n > 1) : 0;   // see FUSED
-    int qk_normed = qk_norm_bit(qn) | qk_norm_bit(kn) << 1;
+    bool q_whole = qn->w && !qn->group, k_whole = kn->w && !kn->group;
+    int qk_normed = (qn->w && !q_whole) | (kn->w && !k_whole) << 1;
     int lanes = attention_lanes(w->hd, w->vd), nsg = attention_most(w->hd, w->vd);
     int heads = n > 1 ? smaller(w->n_head / w->n_kv, ATTENTION_HEADS) : spread.heads;
     int slices = spread.slices;
     bool spans = c->span && w->window;
     struct attention_args a = {
-        n, w->n_head, w->n_kv, w->n_rot, w->sinks != NULL, kv->rows, kv->window, kv->keep,
-        c->span, slices,
-        qn->n > w->hd ? w->hd : 0,
-        kn->n > w->hd ? w->hd : 0,
-        c->eps, c->attn_scale, c->attn_cap, c->clamp_qkv,
-        spans ? 0 : c->sharpen_scale, c->sharpen_length, c->span > 0};
+        .n = n, .n_head = w->n_head, .n_kv = w->n_kv, .n_rot = w->n_rot, .sinks = w->sinks != NULL,
+        .rows = kv->rows, .window = kv->window, .keep = kv->keep, .span = c->span,
+        .slices = slices, .q_step = qn->n > w->hd ? w->hd : 0, .k_step = kn->n > w->hd ? w->hd : 0,
+        .eps = c->eps, .scale = c->attn_scale, .softcap = c->attn_cap,
+        .sharpen_scale = c->span && w->rotated ? 0 : c->sharpen_scale,
+        .sharpen_length = c->sharpen_length, .sharpen_next = c->span > 0};
     float *q = is_gated(w) ? s->mix : s->q;
     float *angles = s->angles[w->window ? WINDOWED : FULL];
     Dispatch d = {
@@ -1250,10 +1255,9 @@ static void run_attention(Session *s, const Layer *w, int n) {
                      [C_QK_LATE] = c->qk_norm_late, [C_CENTRED] = c->norm != NORM_RMS,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
-                     [C_MERGES] = merges,
-                     [C_CAUSAL] = c->causal, [C_SPANS] = spans}};
-    if (qk_normed & 12)
-        run_stretch(g, &d, &a, "qk_norm", AT_Q_NORM, AT_Q, 2 * n, NORM_THREADS, NORM_FLOATS);
+                     [C_MERGES] = merges, [C_CAUSAL] = c->causal, [C_SPANS] = spans}};
+    if (q_whole) run_norm(s, q, qn, c->norm, w->n_head * w->hd, q, n, STORE);
+    if (k_whole && own) run_norm(s, s->k, kn, c->norm, w->n_kv * w->hd, s->k, n, STORE);
     if (c->values_normed && own)
         run_norm(s, s->v, &bare, NORM_RMS, w->vd, s->v, n * w->n_kv, STORE);
     struct attention_args b = a;   // of rope, which caches no keys if another layer's are read
@@ -1294,9 +1298,9 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
     const Config *c = &s->m->config;
     const Cache *kv = &s->cache[s->l];
     struct attention_args a = {.n = n, .n_head = w->n_head, .n_rot = w->n_rot, .rows = kv->rows,
-                               .keep = kv->keep,
-                               .q_step = w->q.rows / w->n_head, .eps = c->eps,
-                               .temp = c->sharpen_scale, .n_ctx = c->sharpen_length};
+                               .keep = kv->keep, .q_step = w->q.rows / w->n_head, .eps = c->eps,
+                               .sharpen_scale = c->sharpen_scale,
+                               .sharpen_length = c->sharpen_length};
     run_kernel(s, a, "latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
                                     s->angles[w->window ? WINDOWED : FULL], s->gpu->now}, 8,
                UNITS(n * (w->n_head + 1)), 0,
@@ -1392,31 +1396,21 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
 }
 
 // y[n][dim] = the weighted sum of the experts' results, plus the shared expert's if it has data,
-// with the epilogue: one dispatch for a few tokens, three or five for a chunk
+// with the epilogue: two dispatches, or three with a shared expert; for a chunk two more
 static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, float *y, int n,
                             Epilogue e) {
     Gpu *g = s->gpu;
     const Matrix *down = &w->down;
-    bool weighed = w->shared_router.data;
-    if (!is_few(s, n)) {
-        struct weigh_args a = {down->rows, w->n_used, shared->data != NULL, weighed, e.factor};
-        run_gemm(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED});
-        if (a.shared) run_product(s, shared, (Input){s->up, NULL}, s->expert_out, n, STORE);
-        return run_kernel(s, a, "weigh_experts", {g->gate, s->weight, g->place, s->expert_out,
-                                                  s->gathered, e.other, y}, 7, n,
-                          threads_for(down->rows, NORM_THREADS), 0, {[C_EPILOGUE] = e.kind});
-    }
-    int most = gemv_most(down->rows), units = gemv_units(down->type, down->rows, most, 0);
-    struct experts_args a = {{.cols = w->ff, .tokens = n, .each = w->n_used, .factor = e.factor},
-                             shared->cols, weighed};
-    Dispatch d = {"experts_down", {[4] = down->scale, g->up, s->up, s->chosen, s->weight,
-                                   s->gathered, e.other, y}, 12,
-                  n * div_up(units, GEMV_SIMDGROUPS), GEMV_SIMDGROUPS * SIMD_LANES,
-                  GEMV_SIMDGROUPS * X_FLOATS,
-                  {[C_EPILOGUE] = e.kind, [C_EXPERTS] = EXPERTS_SORTED, [C_UNIT_ROWS] = most}};
-    bind_matrix(&d, a.down.w, 0, down, 2, true);
-    if (shared->data) bind_matrix(&d, a.down.w, 1, shared, 2, false);
-    gpu_dispatch(g, &d, &a, sizeof a);
+    bool few = is_few(s, n);
+    struct weigh_args a = {down->rows, w->n_used, shared->data != NULL,
+                           w->shared_router.data != NULL, !few, e.factor};
+    Products p = {&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED};
+    if (few) run_gemv(s, p);
+    else run_gemm(s, p);
+    if (a.shared) run_product(s, shared, (Input){s->up, NULL}, s->expert_out, n, STORE);
+    run_kernel(s, a, "weigh_experts", {g->gate, s->weight, g->place, s->expert_out, s->gathered,
+                                       e.other, y}, 7, n, threads_for(down->rows, NORM_THREADS), 0,
+               {[C_EPILOGUE] = e.kind});
 }
 
 // The same, where other steps may follow: if the sum is latent, it is multiplied by latent_up, and
@@ -1520,31 +1514,28 @@ static bool run_block(Session *s, const Layer *w, int n) {
 //
 // A pass encodes all its dispatches in the order in which they run, and waits for them at its end.
 
-// The end of a block: y[n][dim] = base + post(w in), or, in an encoder, post(base + w in), and
-// attn_norm_2 of that, if there is one. tmp [n][dim] is scratch. If w is NULL, the experts' sum
-// takes the place of w in.
+// The end of a block: y[n][dim] = base + post(w in), or, in an encoder, post(base + w in); then
+// attn_norm_2 of that plus base, if there is one, and at a layer's end its scale. tmp [n][dim] is
+// scratch. If w is NULL, the experts' sum takes the place of w in.
 typedef struct {
     const Matrix *w;
     const float *in, *base;
     const Norm *post;
     float *tmp, *y;
 } Residual;
-// at the end of a layer's last block the layer's scale is applied, too
 static void run_residual(Session *s, const Layer *l, Residual r, int n) {
     const Config *c = &s->m->config;
-    const Norm *post = r.post;
-    bool after = post->w && c->encoder, before = post->w && !after;
-    bool again = post == &l->attn_post_norm && l->attn_norm_2.w;
-    bool ends = post == (l->input_gate.data ? &l->input_norm : &l->ffn_post_norm);
+    const Norm *last = l->input_gate.data ? &l->input_norm : &l->ffn_post_norm;   // of a layer
+    bool again = r.post == &l->attn_post_norm && l->attn_norm_2.w;
+    bool sum_last = r.post->w && !c->encoder;   // behind the norm
     Epilogue add = {.kind = EPILOGUE_ADD, .other = r.base, .factor = c->residual_scale};
-    Epilogue e = before ? STORE : add;
-    float *to = before || again ? r.tmp : r.y;
-    float *normed = again ? r.tmp : r.y;
-    if (before && ends && l->out_scale) add.scale = *l->out_scale;
-    if (r.w) run_product(s, r.w, (Input){r.in, NULL}, to, n, e);
-    else run_experts_end(s, l, to, n, e);
-    if (post->w) run_norm(s, to, post, c->norm, c->dim, normed, n, before || again ? add : STORE);
-    if (again) run_norm(s, r.tmp, &l->attn_norm_2, c->norm, c->dim, r.y, n, STORE);
+    float *to = again ? r.tmp : r.y, *product = sum_last ? r.tmp : to;
+    if (r.w) run_product(s, r.w, (Input){r.in, NULL}, product, n, sum_last ? STORE : add);
+    else run_experts_end(s, l, product, n, sum_last ? STORE : add);
+    if (r.post == last && l->out_scale) add.scale = *l->out_scale;
+    if (sum_last) run_norm(s, product, r.post, c->norm, c->dim, to, n, add);
+    else if (r.post->w) run_norm(s, to, r.post, c->norm, c->dim, to, n, again ? add : STORE);
+    if (again) run_norm(s, to, &l->attn_norm_2, c->norm, c->dim, r.y, n, STORE);
 }
 
 // One layer, as in forward. If attention and FFN stand side by side, both read s->x, so x plus
@@ -1555,13 +1546,15 @@ static void run_layer(Session *s, const Layer *w, int n) {
     float *sum = w->side_by_side ? s->out : s->x, *base = s->x;
     bool moe = w->router.data, latent = w->k_b.data, both = w->n_kv && w->mixer;
     const Norm none = {0}, *post = both ? &none : &w->attn_post_norm;   // of attention
+    Epilogue clamped = STORE;   // Q, K and V
+    clamped.limit = s->m->config.clamp_qkv;
     if (moe && s->m->config.routed_first)
         run_gemv(s, (Products){(const Matrix *[]){&w->router}, 1, {s->x, NULL}, &s->route, n, STORE,
                                EXPERTS_NONE});
     Input in = run_input(s, s->x, &w->attn_norm, s->normed, n);
     if (w->n_kv) {
         if (latent) run_latent(s, w, in, n);
-        else run_products(s, qkv, w->k.rows ? 3 : 1, in, to, n, STORE);
+        else run_products(s, qkv, w->k.rows ? 3 : 1, in, to, n, clamped);
         if (!latent) run_attention(s, w, n);
         if (!latent && w->attn_gate.data) run_gates(s, w, in, s->att, w->vd, n);
         if (is_few(s, n) && run_block(s, w, n)) return;
@@ -1611,7 +1604,7 @@ static void send_tokens(Session *s, const int32_t *ids, int n, int pos) {
         for (int i = 0; s->cache[l].rows && i < n; i++)
             s->cache[l].pos[cache_row(&s->cache[l], pos + i)] = pos + i;
     each_row(s, angles_row, &s->m->config, n);
-    device_send(g, g->now, NOW_SIZE * sizeof *g->now);
+    device_send(g, g->now, NOW_COUNTS * sizeof *g->now);
     device_send(g, g->ids, n * sizeof *g->ids);
     device_send(g, s->angles[FULL], (size_t)n * c->n_rot * sizeof(float));
     device_send(g, s->angles[WINDOWED], (size_t)n * c->n_rot_local * sizeof(float));
@@ -1724,8 +1717,8 @@ static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
 // What the GPU cannot run in this model, or NULL: heads too wide for registers or no multiple of 4,
 // which holds for KDA's alpha_a, too; a layer's scale or own inputs if the layer does not end with
 // a norm, or the scale is 0; post-norms without an FFN; scales and biases of latent heads; a QK
-// norm over all heads after RoPE; a convolution over more than two threads' tokens; tensors that
-// are not aligned to 16 bytes
+// norm over all heads after RoPE; that, or a limit, where queries have gates; a convolution over
+// more than two threads' tokens; tensors that are not aligned to 16 bytes
 static const char *gpu_lacks(const Model *m) {
     const Config *c = &m->config;
     if (c->conv > CONV_TOKENS + 1) return "convolution";
@@ -1740,7 +1733,9 @@ static const char *gpu_lacks(const Model *m) {
         if (!w->up.data && (w->attn_post_norm.w || w->ffn_post_norm.w)) return "post-norms";
         if (w->k_b.data && (w->k_b.x_step / w->n_head) % 4) return "head size";
         if (w->k_b.scale || w->v_b.scale || w->k_b.bias || w->v_b.bias) return "head's scales";
-        if (c->qk_norm_late && w->q_norm.w && !w->q_norm.group) return "QK norm";   // in no model
+        bool whole = w->q_norm.w && !w->q_norm.group;
+        if (whole && (c->qk_norm_late || is_gated(w))) return "QK norm";   // in no model
+        if (c->clamp_qkv > 0 && is_gated(w)) return "gates";   // nor this
     }
     return gguf_int(m->gguf, "general.alignment", 32) % 16 ? "alignment" : NULL;
 }
@@ -1766,9 +1761,8 @@ static void plan_gpu(Session *s, Arena *a) {
     }
     g->ids = arena_take(a, n, sizeof *g->ids);
     if (g->room)
-        g->staged = arena_take(a, FEW * RING_WORKERS + ring_padded(wide, 1) / 32 * ring_group(2),
-                               sizeof *g->staged);
-    g->now = arena_take(a, NOW_SIZE + FEW * heads, sizeof *g->now);
+        g->packed = arena_take(a, FEW * RING_WORKERS + ring_input(wide, 2, FEW), sizeof *g->packed);
+    g->now = arena_take(a, NOW_COUNTS + FEW * heads, sizeof *g->now);
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
     wide = larger(n * wide, choices * half_step(c->inputs_weighed ? larger(ff, out) : ff));
@@ -1816,11 +1810,10 @@ static bool share_all(Session *s) {
 // Finds the variants that passes of these lengths need, by encoding them dry: nothing runs; all are
 // compiled together at the first dispatch that does. Then it runs one token, whose row no query
 // ever sees; this brings the weights into memory. The lengths: a whole chunk; 512, where gemm may
-// take smaller tiles; those with tiles of 128 (NVIDIA), 64, 32 and 16 tokens; a few: the most and
-// the fewest of each number of sets; a token with a full ring behind it, which is taken in slices.
+// take smaller tiles; those with tiles of 128 (NVIDIA), 64, 32 and 16 tokens; those that TOKENS may
+// be; a token with a full KV ring behind it, which is taken in slices.
 static void warm_up(Session *s) {
-    enum { SET = SET_TOKENS };
-    int n[] = {s->o.chunk, 512, 65, 64, 32, FEW + 1, FEW, SET + 1, SET, 2, 1, 1};
+    int n[] = {s->o.chunk, 512, 65, 64, 32, FEW + 1, FEW, 4, 2, 1, 1};
     int last = COUNT(n) - 1, full = s->o.window + s->o.chunk + s->o.keep;
     for (int i = 0; s->gpu && i <= last; i++) {
         int rows = n[i] < s->o.chunk ? n[i] : s->o.chunk;

@@ -1209,7 +1209,7 @@ static void test_gguf_shapes(void) {
         {{"cohere2", 4, "1T", "logit_scale=0.5"}, {"sliding_window is missing"}},
         {{"gemma-embedding", 2, "tkTI", WINDOW_KEYS},
          {"tensor dense_3", NO_TENSOR, "dense_2.weight"}},
-        {{"command-r", 3, "1jT", ""}, {"command-r.logit_scale is missing"}},
+        {{"command-r", 3, "1jT", ""}, {NULL}},
         {{"bloom", 2, "nboBgfNT", "attention.head_count=4,2"}, {"ALiBi: want 4 heads a layer"}},
         {{"llama", 3, "", "attention.head_count=4,4"}, {"has 2 values for 3 layers"}},
         {{"llama", 3, "", "attention.head_count=4,4,4,4"}, {"has 4 values for 3 layers"}},
@@ -1342,7 +1342,6 @@ static const Odd WHOLE[] = {
      {"rope_factors_long.weight is missing", NEW_TENSOR, "rope_factors_short.weight", 8}},
     {{"qwen3next", 2, "dDJak", DELTA_KEYS}, {"bias", NEW_TENSOR, "blk.0.ssm_in.bias", 96}},
     {{"kimi-linear", 3, "Ayxsr", EXPERT_KEYS KDA_KEYS}, {"blk.1.attn_k_b.weight is missing"}},
-    {{"step35", 2, "kG", STEP_KEYS "rope.scaling.factor=4."}, {"RoPE scaling in a step35"}},
     {{"llama4", 2, "", "attention.sliding_window=0"}, {"spans need a causal window"}},
     {{"apertus", 2, "kg", ""}, {"key apertus.xielu.alpha_n is missing"}},
     {{"apertus", 2, "k", XIELU_KEYS}, {"layer 0: xIELU with gates"}},
@@ -1396,7 +1395,7 @@ typedef struct {
 // A ring as it stands after the last of the new tokens. On the GPU these go through rope and
 // attention, or (n >= 8) flash_attention, or (n = 1) the fused kernel; rows that are empty hold NaN
 // there. Letters: q k norm of the heads of Q, of K  w of all at once  o each head its own  b with
-// bias  c LayerNorm  l after RoPE  g gated  t temperature  m limited  v values that begin keys
+// bias  c LayerNorm  l after RoPE  g gated  t temperature  v values that begin keys
 static const AttentionCase ATTENTION[] = {   // heads kv hd vd pos n rows window keep
     {"", 3, 3, 37, 21, 10, 9, 30, 30, 0, true, .n_rot = 0},
     {"", 4, 4, 32, 32, 0, 30, 40, 40, 0, false, .slopes = true, .softcap = 8},
@@ -1420,15 +1419,15 @@ static const AttentionCase ATTENTION[] = {   // heads kv hd vd pos n rows window
     // wide groups, other sizes, and what is rare
     {"", 8, 2, 80, 48, 40, 1, 50, 50, 0, true, .n_rot = 80, ROPE_HALVES},
     {"", 8, 2, 80, 48, 40, 9, 50, 50, 0, true, .n_rot = 80, ROPE_HALVES},
-    {"gm", 10, 2, 100, 100, 33, 1, 40, 40, 0, true, .n_rot = 20, ROPE_PAIRS},
-    {"gm", 10, 2, 100, 100, 33, 9, 50, 50, 0, true, .n_rot = 20, ROPE_PAIRS},
+    {"g", 10, 2, 100, 100, 33, 1, 40, 40, 0, true, .n_rot = 20, ROPE_PAIRS},
+    {"g", 10, 2, 100, 100, 33, 9, 50, 50, 0, true, .n_rot = 20, ROPE_PAIRS},
     {"qklct", 14, 2, 12, 8, 33, 1, 40, 40, 0, true, true, .n_rot = 12, ROPE_HALVES},
     {"qklct", 14, 2, 12, 8, 33, 9, 50, 50, 0, true, true, .n_rot = 12, ROPE_HALVES},
     {"", 32, 2, 4, 20, 33, 1, 40, 40, 0, true, false, true, .n_rot = 4, ROPE_HALVES},
     {"", 32, 2, 4, 20, 33, 9, 50, 50, 0, true, false, true, 5, .n_rot = 4, ROPE_HALVES},
     {"", 142, 2, 4, 4, 20, 1, 30, 30, 0, true, .n_rot = 4, ROPE_HALVES},
     {"", 142, 2, 4, 4, 20, 8, 28, 30, 0, true, .n_rot = 4, ROPE_HALVES},
-    {"qwmb", 3, 3, 112, 64, 33, 1, 40, 40, 0, true, .n_rot = 112, ROPE_HALVES},
+    {"qwb", 3, 3, 112, 64, 33, 1, 40, 40, 0, true, .n_rot = 112, ROPE_HALVES},
     {"kwgbc", 4, 2, 20, 20, 33, 5, 40, 40, 0, true, .n_rot = 12, ROPE_HALVES},
     {"qkobct", 4, 2, 36, 64, 33, 1, 40, 40, 0, true, .n_rot = 36, ROPE_HALVES},
     {"kobg", 4, 2, 20, 20, 33, 9, 50, 50, 0, true, .n_rot = 12, ROPE_HALVES},
@@ -1570,6 +1569,11 @@ static void test_alibi_and_alpha(void) {
     Shape gemma3 = {"gemma3", 5, "tk", WINDOW_KEYS "rope.freq_base_swa=500."};
     rope_frequencies(random_model(&gemma3), WINDOWED, 0, near);
     CHECK(fabs(near[1] / pow(500, -2.0 / HEAD) - 1) < 1e-6, "a base of 500: %g", near[1]);
+    Shape ocr = {"deepseek2-ocr", 1, "", "rope.dimension_count=8 rope.scaling.factor=4."};
+    const Model *plain = random_model(&ocr);   // only the scores know of the factor
+    float factor = rope_frequencies(plain, FULL, 0, far), score = plain->config.attn_scale;
+    CHECK(*far == 1 && factor == 1 && plain->config.n_rot == HEAD, "ocr: %g, %g", *far, factor);
+    CHECK(fabs(score * 4 - pow(1 + log(4) / 10, 2)) < 1e-6, "ocr: a scale of %g", score);
 }
 
 static void test_activations(void) {
@@ -1634,7 +1638,7 @@ static double golden_error(const Model *m, const float *rows, int n, const float
 static void each_golden_model(void (*fn)(const char *name)) {
     glob_t found;
     REQUIRE(!glob("golden/archs/*.tokens", 0, NULL, &found), "no golden models");
-    CHECK(found.gl_pathc == 55, "%zu golden models", (size_t)found.gl_pathc);
+    CHECK(found.gl_pathc == 60, "%zu golden models", (size_t)found.gl_pathc);
     for (size_t i = 0; i < found.gl_pathc; i++) {
         const char *file = strrchr(found.gl_pathv[i], '/') + 1;
         fn(text_of("%.*s", (int)(strrchr(file, '.') - file), file));
@@ -1906,17 +1910,19 @@ static double check_shape(const Shape *shape) {
 // The NUMBERS that names of ARCHS imply, for a width of 64, a head of 16 and four layers, or as
 // many as stand here. 0, or another name: as in the last row.
 static const char *const NUMBERS[] = {"embd_scale", "attn_scale", "rope_base_local", "attn_cap",
-    "logit_cap", "window", "alibi", "residual_scale", "logit_scale"};
-static const struct { const char *name; int n_layer; float x[9]; } IMPLIED[] = {
+    "logit_cap", "window", "alibi", "residual_scale", "logit_scale", "local_unscaled and _plain"};
+static const struct { const char *name; int n_layer; float x[10]; } IMPLIED[] = {
     {"gemma", 0, {8}}, {"gemma2", 46, {8, 0.125f, 0, 50, 30, 4096}},
-    {"gemma2", 0, {8, 0, 0, 50, 30, 4096}}, {"gemma3", 62, {8, 0.125f, 10000}},
-    {"gemma3", 0, {8, 0, 10000}}, {"gemma-embedding", 0, {8, 0, 10000}},
-    {"gemma4", 0, {8, 1, 10000, 0, 30}}, {"modern-bert", 0, {0, 0, 10000}},
+    {"gemma2", 0, {8, 0, 0, 50, 30, 4096}}, {"gemma3", 62, {8, 0.125f, 10000, [9] = 1}},
+    {"gemma3", 0, {8, 0, 10000, [9] = 1}}, {"gemma-embedding", 0, {8, 0, 10000, [9] = 1}},
+    {"gemma4", 0, {8, 1, 10000, 0, 30, [9] = 1}}, {"modern-bert", 0, {0, 0, 10000, [9] = 1}},
     {"exaone4", 64, {[5] = 4096}}, {"baichuan", 40, {[6] = 8}}, {"bloom", 0, {[6] = 8}},
-    {"jina-bert-v2", 0, {[6] = 8}}, {"refact", 0, {[6] = 8}}, {"plamo3", 0, {0, 0, 10000}},
-    {"llama4", 0, {[5] = 8192}}, {"step35", 0, {0, 0, 10000}}, {"afmoe", 0, {8}},
-    {"muse-glimmer", 0, {[4] = 30}}, {"jais", 0, {0, 0.0625f}}, {"minicpm", 0, {12, [7] = 0.7f, 4}},
-    {"minicpm3", 0, {12, [7] = 0.7f, 4}}, {"", 0, {1, 0.25f, 500, 0, 0, 0, 0, 1, 1}}};
+    {"jina-bert-v2", 0, {[6] = 8}}, {"refact", 0, {[6] = 8}}, {"laguna", 0, {[9] = 2}},
+    {"llama4", 0, {[5] = 8192}}, {"step35", 0, {0, 0, 10000, [9] = 1}}, {"afmoe", 0, {8}},
+    {"muse-glimmer", 0, {[4] = 30, [9] = 1}}, {"jais", 0, {0, 0.0625f}}, {"mellum", 0, {[9] = 2}},
+    {"minicpm", 0, {12, [7] = 0.7f, 4}}, {"minicpm3", 0, {12, [7] = 0.7f, 4}},
+    {"mimo2", 0, {0, 0, 10000, [9] = 1}}, {"plamo3", 0, {0, 0, 10000, [9] = 1}},
+    {"olmo2", 0, {[9] = 2}}, {"", 0, {1, 0.25f, 500, 0, 0, 0, 0, 1, 1}}};
 
 static void check_aliases(void) {   // the same weights under Ollama's name give the same logits
     enum { N = 20 };
@@ -1947,7 +1953,8 @@ static void check_names(void) {   // has every name of ARCHS a shape, and its nu
         c.n_layer = n ? n : 4;
         imply_config(&c, &ARCHS[k]);
         float x[] = {c.embd_scale, c.attn_scale, c.rope_base_local, c.attn_cap, c.logit_cap,
-                     c.window, c.alibi, c.residual_scale, c.logit_scale};
+                     c.window, c.alibi, c.residual_scale, c.logit_scale,
+                     c.local_unscaled + c.local_plain};
         EACH_WORD(name, ARCHS[k].names, " *") {
             bool found = false;
             int rows = 0;   // for any number of layers, which --help shows
@@ -1959,7 +1966,7 @@ static void check_names(void) {   // has every name of ARCHS a shape, and its nu
             CHECK(rows == 1, "ARCHS has %d rows for %s of any layers, not 1", rows, name);
             int i = 0;
             while (i < plain && (n != IMPLIED[i].n_layer || strcmp(name, IMPLIED[i].name))) i++;
-            for (int j = 0; j < 9; j++) {
+            for (int j = 0; j < 10; j++) {
                 float want = IMPLIED[IMPLIED[i].x[j] ? i : plain].x[j];
                 CHECK(x[j] == want, "%s, of %d layers (0: of any): %s is %g, not %g; if that is "
                       "right, IMPLIED here must have it", name, n, NUMBERS[j], x[j], want);
@@ -1992,9 +1999,10 @@ static const struct { const char *name, *asked, *without; } LISTS[] = {
     {"expert_weights_norm", "x", GATES_AS_ROW "deepseek kimi-linear lfm2moe minimax-m2 "
      "smallthinker"},
     {"expert_weights_scale", "x", GATES_AS_ROW "lfm2moe minimax-m2 smallthinker"},
-    {"rope.freq_base_swa", "~", "granite_swa lfm2"},
+    {"rope.freq_base_swa", "~", "cohere2 cohere2moe exaone-moe exaone4 granite_swa lfm2 mellum "
+     "olmo2"},
     {"rope.dimension_count_swa", "~", "cohere2 cohere2moe exaone-moe exaone4 gemma-embedding "
-     "gemma2 gemma3 gpt-oss granite_swa lfm2 llama4 maple mellum mimo2 modern-bert olmo2 plamo3 "
+     "gemma2 gemma3 gpt-oss granite_swa lfm2 llama4 mellum mimo2 modern-bert olmo2 plamo3 "
      "smallthinker"},
     {"shortconv.l_cache", "C", NULL}, {"kda.head_dim", "AU", NULL},
     {"attn_norm.weight", "t9", "afmoe muse-glimmer plamo3"},   // others are refused without it
@@ -3148,6 +3156,8 @@ static void test_cli_wishes(void) {
               "note: key llama.rope.scaling.odd is not used\n"
               "note: the file's nextn \\(MTP\\) blocks, which [^\n]* are not used\nprefill");
     check_llm("llm $G/nemotron_h_moe.gguf --info", 0, "nextn \\(MTP\\) blocks are not used\n", "");
+    check_llm("llm $G/cohere2moe-base-*1-*2.gguf --tokens 1 -n 1", 0, "",
+              "^note: key cohere2moe.rope.freq_base_swa is not used\nprefill");
     write_ids(&ranks, "ranks.gguf", "attention.odd=1 pooling_type=4 expert_shared_count=0");
     check_llm("llm $D/ranks.gguf --tokens 1 -n 1", 0, "^[0-9]+\n$",
               "^note: key llama.attention.odd is not used\nprefill");
@@ -3949,7 +3959,8 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #define workers_barrier(threads) emu_workers(threads, SITE)
 #define HAS_RING
 #define input_wait() soft_show()
-#define exponent_of ilogb
+#define as_other(p) (p)
+#define bits_of(x) quant_u32((const uint8_t *)&(float){x})
 #define multiply_bytes(c, a, b) emu_multiply_bytes(SITE, c, a, b)
 #define count_up(p) emu_count(p)
 
@@ -4471,11 +4482,11 @@ static Session *lab_session(Lab *x) {   // its structs point into the Lab, so on
 static Session *lab_begin(Lab *x) {   // lab_end runs what is encoded from here on
     lab_session(x);
     soft.n_run = 0;
-    x->g->now = lab_bytes(x->g, (NOW_SIZE + FEW * 64) * sizeof *x->g->now);
-    memset(x->g->now, 0, (NOW_SIZE + FEW * 64) * sizeof *x->g->now);
+    x->g->now = lab_bytes(x->g, (NOW_COUNTS + FEW * 64) * sizeof *x->g->now);
+    memset(x->g->now, 0, (NOW_COUNTS + FEW * 64) * sizeof *x->g->now);
     x->g->halves = lab_bytes(x->g, 2 << 17);   // more than gemm ever takes here
     x->g->powers = lab_floats(x->g, (1 << 17) / GEMM_K, 1);
-    x->g->staged = lab_bytes(x->g, 4 << 17);
+    x->g->packed = lab_bytes(x->g, 4 << 17);
     x->g->now[NOW_POS] = x->s.pos;
     x->g->now[NOW_PLACED] = 1;
     device_begin(x->g);
@@ -4488,6 +4499,12 @@ static int times_run(const char *kernel) {   // since the recorder was reset
     int times = 0;
     for (int r = 0; r < soft.n_run; r++) times += !strcmp(soft.run[r].kernel, kernel);
     return times;
+}
+
+// Has the ring made the products of n tokens? A real GPU records no kernels: what it can, it does.
+static bool ring_ran(const Gpu *g, int type, int n) {
+    if (RECORDER) return times_run("gemv_ring") > 0;
+    return g->room > 0 && n <= FEW && format_block(type) > 1;
 }
 
 // n floats that launches before those of the Lab will have written; see soft_hide
@@ -4603,9 +4620,44 @@ static void kernel_embed(Gpu *g, int type) {
     lab_compare("embed", type, x.s.x, want, N * cols, 1e-6);
 }
 
-// The product of n tokens: three matrices with bias and scale; one with residual and soft cap; gate
-// and up, of which gemm gets the gate as it is; one with an activation. gemv (for `one` token, or a
-// few) norms its input.
+// What gemv_ring makes of n inputs: after their norm, if they have one, 32 numbers become codes of
+// up to 127, as in round_32 where a CPU has one instruction for a product and a sum.
+static float *lab_rounded(const float *x, const Norm *norm, int n, int cols) {
+    float *to = need(n * cols * sizeof *to);
+    for (int i = 0; i < n * cols; i++) to[i] = norm && norm->w ? x[i] * norm->w[i % cols] : x[i];
+    for (int i = 0; i < n * cols; i += 32) {
+        const float *row = x + i / cols * cols;
+        double scale = norm ? 1 / sqrt(squares(row, cols) / cols + 1e-5) : 1;
+        float most = 0;
+        for (int j = i; j < i + 32; j++) most = fmaxf(most, fabsf(to[j]));
+        for (int j = i; j < i + 32; j++) {
+            float code = fmaf(to[j], most > 1e-36f ? 127 / most : 0, ROUNDER) - ROUNDER;
+            to[j] = code * scale * most / 127;
+        }
+    }
+    return to;
+}
+
+// v[i] = factor * w[i] x, limited; or v[0] after the epilogue
+static void lab_wanted(const RandomMatrix *w, int k, const float *x, int n, bool one, int act,
+                       Epilogue e, float **v) {
+    bool add = e.kind == EPILOGUE_ADD, glu = e.kind == EPILOGUE_GLU;
+    for (int i = 0; i < k; i++) {
+        v[i] = product_of(&w[i], x, n);
+        for (int j = 0; j < n * w[i].m.rows; j++) {
+            v[i][j] *= e.factor;
+            if (e.kind == EPILOGUE_STORE) v[i][j] = fmaxf(-e.limit, fminf(v[i][j], e.limit));
+        }
+    }
+    for (int j = 0; j < n * w[0].m.rows && e.kind != EPILOGUE_STORE; j++)
+        v[0][j] = add ? e.other[j] + e.softcap * tanh(v[0][j] / e.softcap)
+                  : reference_activation(act, glu && !one ? e.other[j] : v[0][j],
+                                         glu && one ? v[1][j] : v[0][j], glu);
+}
+
+// The product of n tokens: three matrices with bias, scale and a limit; one with residual and soft
+// cap; gate and up, of which gemm gets the gate as it is; one with an activation. gemv (for `one`
+// token, or a few) norms its input.
 static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     bool one = n <= FEW, add = way == EPILOGUE_ADD, glu = way == EPILOGUE_GLU;
     const int rows[3] = {one ? 13 : 71, one ? 13 : 5, 3};
@@ -4623,9 +4675,11 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     x.w = XIELU;
     x.m.config.act = act;
     x.m.config.causal = true;
+    x.m.config.dim = cols;
     x.m.config.norm = type % 3;
     if (type % 2) norm.b = lab_floats(g, cols, 1);
     if (x.m.config.norm == NORM_BARE) norm.w = NULL;
+    for (int i = 0; i < 32 && one; i++) in[i] *= 1e-37f;   // 127 / the largest has no float
     if (one && !add) normed = need(4 * n * cols);
     for (int i = 0; normed != in && i < n; i++)
         reference_norm((float *)normed + i * cols, in + i * cols, cols, &norm, x.m.config.norm,
@@ -4638,24 +4692,27 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
         m[i] = &w[i].m;
         y[i] = lab_floats(g, n * rows[i], 9);
         if (!one) round_floats(w[i].f, rows[i] * cols);
-        v[i] = product_of(&w[i], normed, n);
-        for (int j = 0; j < n * rows[i]; j++) v[i][j] *= factor;
     }
-    if (add) cap = sqrt(squares(v[0], n * rows[0]) / (n * rows[0]));   // neither idle nor a step
-    for (int j = 0; j < n * rows[0] && way != EPILOGUE_STORE; j++)
-        v[0][j] = add ? other[j] + cap * tanh(v[0][j] / cap)
-                  : reference_activation(act, glu && !one ? other[j] : v[0][j],
-                                         glu && one ? v[1][j] : v[0][j], glu);
+    if (add || way == EPILOGUE_STORE)   // neither idle nor a step
+        cap = factor * sqrt(squares(product_of(&w[0], normed, n), n * rows[0]) / (n * rows[0]));
     lab_begin(&x);
     lab_late(in, n * cols);
     g->many = way % 2 ? 0 : LONG_LAUNCH;   // in both shapes of gemv_ring
-    g->own_cols = way / 2 ? 0 : OWN_COLS;   // with inputs staged by both
-    if (RECORDER) g->room = smaller(SOFT_ROOM, n > 1 ? SOFT_ROOM : SHARED_BYTES);   // few slots
+    g->own_cols = way / 2 ? 0 : OWN_COLS;   // with inputs in both forms
+    bool twice = RECORDER && SOFT_ROOM && cols == 6144 && n == FEW;   // room for half of them
+    int room = n == 1 ? SHARED_BYTES : twice ? 120 << 10 : SOFT_ROOM;   // the first: few slots
+    if (RECORDER) g->room = smaller(SOFT_ROOM, room);
     if (add) lab_late(other, n * rows[0]);
-    Epilogue e = {.kind = way, .other = other, .factor = factor, .softcap = cap};
-    run_products(&x.s, m, k, (Input){in, one && !add ? &norm : NULL}, y, n, e);
+    Epilogue e = {.kind = way, .other = other, .factor = factor, .softcap = add ? cap : 0,
+                  .limit = add ? 0 : cap};
+    Input input = {in, NULL};
+    if (one && !add) input = run_input(&x.s, in, &norm, lab_floats(g, n * cols, 1), n);
+    run_products(&x.s, m, k, input, y, n, e);
     lab_end(&x, name);
     lab_tile(name, tile, false);
+    if (twice) LAB_CHECK(times_run("gemv_ring") == 2, "%s: not in two launches", name);
+    if (ring_ran(g, type, n)) normed = lab_rounded(input.x, input.norm, n, cols);
+    lab_wanted(w, k, normed, n, one, act, e, v);
     for (int i = 0; i < (glu ? 1 : k); i++)
         lab_compare(name, type, y[i], v[i], n * rows[i], 1e-5);
 }
@@ -4665,7 +4722,7 @@ static void kernel_gemv(Gpu *g, int type) {
         lab_product(g, type, format_cols(type, true), 1, way, 0);
         lab_product(g, type, format_cols(type, true), FEW - way, way, 0);
         lab_product(g, type, format_cols(type, true), 2 + way % 3, way, 0);
-        if (type == 2 && way < 2) lab_product(g, type, 6144, way ? 3 : FEW, way, 0);   // in chunks
+        if (type == 2 && way < 2) lab_product(g, type, 6144, way ? FEW : 3, way, 0);
         if (format_block(type) == 1) lab_product(g, type, 1056, 1, way, 0);
         if (type == FORMAT_Q8_0 || type == 12) lab_product(g, type, STAGED_COLS + 256, 1, way, 0);
     }
@@ -4730,7 +4787,7 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
     bool gated = strchr(t->what, 'g'), whole = strchr(t->what, 'w'), own = strchr(t->what, 'o');
     x->m.config = (Config){
         .norm = strchr(t->what, 'c') ? NORM_LAYER : NORM_RMS, .eps = 1e-5f, .attn_scale = 0.2f,
-        .qk_norm_late = strchr(t->what, 'l'), .clamp_qkv = strchr(t->what, 'm') ? 0.5f : 0,
+        .qk_norm_late = strchr(t->what, 'l'),
         .rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing,   // the layer has none
         .n_rot = t->n_rot, .attn_cap = t->softcap, .causal = t->causal,
         .alibi = t->slopes, .sharpen_length = 8,
@@ -4748,7 +4805,7 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
     }
     x->s = (Session){.pos = t->pos, .k = lab_floats(g, n * KV * hd, 1),
                      .v = lab_floats(g, n * KV * vd, 1), .att = lab_floats(g, n * H * vd, 1),
-                     .q = lab_floats(g, n * H * hd, 1), .mix = lab_floats(g, n * H * hd * 2, 2),
+                     .q = lab_floats(g, n * H * hd, 1), .mix = lab_floats(g, n * H * hd * 2, 1),
                      .z = lab_floats(g, n * H * hd, 1), .angles = {lab_floats(g, n * t->n_rot, 1)}};
     int slices = attention_spread(&x->w, t->rows, true).slices;
     g->parts = lab_floats(g, FEW * H * slices * (vd + 2), 1);
@@ -4844,6 +4901,43 @@ static Session lab_cpu(const Lab *x, Session s, const Layer *w) {
     return s;
 }
 
+// experts of gemv_ring, each product from the inputs that the GPU had for it; w: weights as floats
+static void lab_ring_experts(Lab *x, const Layer *w, const float *in, const Norm *lazy,
+                             const float *weight, const float *other, const float *y, int type) {
+    const Session *s = &x->s;
+    const Epilogue GLU = {.kind = EPILOGUE_GLU, .factor = 1};
+    bool weighed = x->m.config.inputs_weighed;
+    int n = s->n, dim = x->m.config.dim, ff = w->ff, used = w->n_used, choices = n * used;
+    for (int c = 0; c < choices + (w->shared_up.data ? n : 0); c++) {
+        bool own = c < choices;
+        int t = own ? c / used : c - choices, e = own ? s->chosen[c] : 0;
+        RandomMatrix m[3] = {{.m = own ? matrix_expert(&w->gate, e) : w->shared_gate},
+                             {.m = own ? matrix_expert(&w->up, e) : w->shared_up},
+                             {.m = own ? matrix_expert(&w->down, e) : w->shared_down}};
+        float *v[2];
+        const float *h = own ? x->g->up + c * ff : s->up + t * ff;
+        const float *out = own ? x->g->gate + c * dim : s->expert_out + t * dim;
+        float *rounded = lab_rounded(in + t * dim, lazy, 1, dim);
+        float *down = lab_rounded(h, NULL, 1, ff);
+        for (int i = 0; i < 3; i++) m[i].f = (float *)m[i].m.data;
+        for (int i = 0; own && weighed && i < dim; i++) rounded[i] *= weight[c];
+        lab_wanted(m, 2, rounded, 1, true, x->m.config.act, GLU, v);
+        lab_compare("experts, up", type, h, v[0], ff, 1e-5);
+        lab_compare("experts, down", type, out, product_of(&m[2], down, 1), dim, 1e-5);
+    }
+    float *want = need(n * dim * sizeof *want);
+    for (int i = 0; i < n * dim; i++) {
+        int t = i / dim;
+        double sum = 0, own = w->shared_router.data ? 1 / (1 + exp(-s->gathered[t])) : 1;
+        for (int c = t * used; c < (t + 1) * used; c++)
+            sum += (weighed ? 1.0 : weight[c]) * x->g->gate[c * dim + i % dim];
+        if (w->shared_up.data) sum += s->expert_out[i] * own;
+        want[i] = other[i] + 0.5 * sum;
+    }
+    for (int t = 0; t < n; t++)
+        lab_compare("experts, sum", type, y + t * dim, want + t * dim, dim, 1e-5);
+}
+
 // E experts, of which each of n tokens uses 3, and maybe a shared one. The CPU has their weights
 // as floats, or as gemm has them. Two experts are equal, or all: then the first are chosen.
 static void lab_experts(Gpu *g, int type, int n) {
@@ -4860,6 +4954,8 @@ static void lab_experts(Gpu *g, int type, int n) {
     float *scales = type % 5 ? NULL : lab_floats(g, E + 2, 2), *other = lab_floats(g, n * dim, 1);
     float *in = lab_floats(g, n * dim, 1), *y = lab_floats(g, n * dim, 1);
     if (chunk) round_floats(in, n * dim);
+    else if (format_block(type) > 1)   // none is near the middle of two codes, whatever its weight
+        memcpy(in, lab_rounded(in, NULL, n, dim), n * dim * sizeof *in);
     Norm weights = lab_norm(g, dim, 0);
     Layer floats;
     float *route = (float *)router.m.data;
@@ -4901,6 +4997,8 @@ static void lab_experts(Gpu *g, int type, int n) {
         norm(x.s.normed + i * dim, in + i * dim, dim, lazy, NORM_RMS, 1e-5f);
     experts(&cpu);
     for (int i = 0; i < n * dim; i++) cpu.out[i] = other[i] + 0.5f * cpu.out[i];
+    int32_t *chosen = memcpy(need(4 * n * USED), cpu.chosen, 4 * n * USED);
+    float *weight = memcpy(need(4 * n * USED), cpu.weight, 4 * n * USED);
     g->gate = lab_floats(g, n * USED * ff, 1);
     g->up = lab_floats(g, n * USED * ff, 1);
     g->place = lab_bytes(g, 4 * n * USED);
@@ -4913,6 +5011,11 @@ static void lab_experts(Gpu *g, int type, int n) {
                     (Epilogue){.kind = EPILOGUE_ADD, .other = other, .factor = 0.5f});
     lab_end(&x, "experts");
     if (chunk) lab_tile("experts", n < 50 ? GEMM_FEW : 32, true);
+    if (ring_ran(g, type, n)) {
+        LAB_CHECK(!memcmp(chosen, x.s.chosen, 4 * n * USED), "%s: others", "experts");
+        lab_ring_experts(&x, &floats, in, lazy, weight, other, y, type);
+        return;
+    }
     // what a chunk's products read is rounded to 11 bits, a token at a time
     for (int i = 0; i < n; i++)
         lab_compare(chunk ? "gemm experts" : "experts", type, y + i * dim, cpu.out + i * dim, dim,
@@ -5593,7 +5696,7 @@ static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int6
     Bench b = {need(copies * sizeof *b.m), bench_floats(g, n * cols), bench_floats(g, n * rows),
                NULL, n, false};
     x.m.config.causal = true;
-    g->staged = bench_floats(g, 1 << 20);
+    g->packed = bench_floats(g, 1 << 20);
     g->halves = (uint16_t *)bench_floats(g, n * cols / 2);
     g->powers = bench_floats(g, n);
     for (int i = 0; i < copies; i++) b.m[i] = bench_matrix(g, type, rows, cols);
@@ -5604,7 +5707,7 @@ static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int6
 static void bench_attention(Gpu *g, const char *name, int H, int hd, int rows, int n, int type) {
     enum { D = 4096, FF = 14336, KV = 8, COPIES = 8 };
     double bytes = 4.0 * KV * rows * hd, flop = 4.0 * hd * H * n * (rows - (n - 1) / 2.0);
-    int32_t *pos = need(rows * sizeof *pos), now[NOW_SIZE + FEW * 64] = {[NOW_POS] = rows - n};
+    int32_t *pos = need(rows * sizeof *pos), now[NOW_COUNTS + FEW * 64] = {[NOW_POS] = rows - n};
     Cache c[COPIES];
     Layer w[COPIES];
     Lab x = lab(g);
@@ -5697,7 +5800,7 @@ template <class T, class U> T as_type(U) { static_assert(sizeof(T) == sizeof(U),
 #define EACH(T) T max(T, T); T min(T, T); T clamp(T, T, T); T abs(T);
 EACH(short) EACH(ushort) EACH(int) EACH(uint) EACH(half) EACH(float) EACH(long) EACH(ulong)
 #define REAL(T) T exp(T); T exp2(T); T rsqrt(T); T sqrt(T); T tanh(T); T fabs(T); T log(T); \
-    T floor(T); T ldexp(T, int); int ilogb(T);
+    T floor(T); T ldexp(T, int); int ilogb(T); T fma(T, T, T);
 REAL(half) REAL(float)
 #define LANES(T) T simd_sum(T); T simd_max(T); T simd_min(T); T simd_shuffle(T, ushort); \
     T simd_shuffle_xor(T, ushort);
@@ -5721,6 +5824,18 @@ MOVE(device) MOVE(threadgroup)
 template <class D, class A, class B>
 void simdgroup_multiply_accumulate(Out<D>, In<A>, In<B>, In<D>);
 template <class D, class A, class B> void simdgroup_multiply(Out<D>, In<A>, In<B>);
+// the words of gemv_ring
+#define HAS_RING
+typedef ulong mbarrier;
+void next_may_start(), input_wait(), workers_barrier(int);
+void mbarrier_init(threadgroup mbarrier *, int), mbarrier_arrive(threadgroup mbarrier *),
+    mbarrier_wait(threadgroup mbarrier *, int),
+    mbarrier_copy(threadgroup mbarrier *, threadgroup uchar *, device const uchar *, int),
+    multiply_bytes(thread int *, thread const uint *, thread const uint *);
+int count_up(device int *);
+uint bits_of(float);
+threadgroup float *as_other(device float *);
+device const uchar *as_other(threadgroup const uchar *);
 #pragma GCC poison vertex fragment object_data double goto register new delete virtual throw try
 #pragma GCC poison catch typeid dynamic_cast printf
 #endif
