@@ -98,9 +98,10 @@ typedef struct { int32_t *id; size_t n, room; } Tokens;   // a list of ids that 
 // A model is its numbers, a Config, and its weights: a Layer for each layer, and what comes before
 // the first layer and after the last. Part II fills them from a file, and checks all that Part I
 // relies on. Each type begins with what a Llama has; on a first reading stop at "other families".
-// What stands below that line changes nothing in a Llama.
+// A Llama has neutral values below that line: rotated, heads_alone and causal are true, a layer's
+// source is itself, factors are 1, and all else is 0, NULL or the first of its kind (ACT_SILU).
 
-enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };   // RoPE turns pairs (i, i + n_rot/2), or (2i, 2i + 1)
+enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };   // pairs (i, i + n_rot/2); or (2i, 2i + 1), a Llama's
 
 typedef struct {
     int n_layer;               // layers that run
@@ -118,7 +119,7 @@ typedef struct {
     bool verified;             // its logits are checked against llama.cpp's
     int norm, act;             // NORM_RMS, ...; ACT_SILU, ...
     bool limit_first;          // the gate is clamped before its activation, not after (Maple)
-    int n_loops;               // how many times the layers run, each with its own cache (Nanbeige)
+    int n_loops;               // how many times n_layer counts the file's layers (Nanbeige)
     bool nextn;                // the file has blocks that guess further tokens, too: not run
     bool causal;               // a token does not see later ones (Llama: true); encoders: it does
     bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
@@ -140,7 +141,8 @@ typedef struct {
     // positions, see Part III
     int n_rot_local;           // n_rot of windowed layers
     float rope_base_local;     // rope_base of windowed layers (Gemma 3)
-    bool local_unscaled, local_plain;   // windowed layers ignore all but rope_mag; rope_mag, too
+    bool local_unscaled;       // windowed layers ignore the scaling that follows, but rope_mag,
+    bool local_plain;          // and rope_mag
     int n_ctx_orig;            // n_ctx before the scaling
     float rope_factor, rope_mag;   // frequencies are divided by it; factor of cosines and sines
     bool yarn;                 // YaRN slows low frequencies only, see rope_scaling
@@ -194,7 +196,7 @@ typedef struct { const float *w, *b; int n, group; float eps; } Norm;   // eps 0
 typedef struct {
     int n_head, n_kv;          // query heads, key-value heads; n_kv 0: no attention
     int hd, vd;                // width of a head's query and key; of its value (in a Llama hd)
-    int n_rot;                 // values of a head that RoPE turns
+    int n_rot;                 // Config's n_rot or, in a windowed layer, n_rot_local
     int ff;                    // width of the FFN, or of an expert
     // in the order of use
     Norm attn_norm;            // [dim]
@@ -215,7 +217,7 @@ typedef struct {
     Norm attn_norm_2, last_norm;   // [dim] after attention (JinaBERT), after the layer (Nanbeige)
     const float *out_scale;    // [1] factor of the stream after the layer (Gemma 4), or NULL
     Norm q_norm, k_norm;       // of heads, see Norm (Qwen 3); n 0: none
-    bool heads_alone;          // neither norm spans several heads; in a Llama true
+    bool heads_alone;          // both have the same weights for each head: heads can be dealt out
     Matrix attn_gate;          // [n_head or n_head * vd][dim] gates of attention, if q has none
     const float *sinks;        // [n_head] a score beside those of the keys (gpt-oss), or NULL
     float limit_ffn, limit_experts;   // of act(gate) and up (Step 3.5); 0: none
@@ -249,10 +251,11 @@ typedef struct {
 
 typedef struct {
     Config config;
-    Matrix embd;               // [ids][dim]
+    Matrix embd;               // [ids][dim], of n_vocab ids at least
     Layer *layers;             // [n_layer]
     Norm out_norm;             // [dim]
     Matrix output;             // [n_vocab][dim]; it may be embd
+    const float *freqs;        // [n_rot/2] divisors of RoPE's frequencies (Llama 3.1), or NULL
     // the file
     struct Gguf *gguf;
     struct Tokenizer *tokenizer;   // see Part IV
@@ -263,7 +266,7 @@ typedef struct {
     Norm embd_norm;            // [dim] of the embeddings (BLOOM)
     Matrix pos_embd;           // [n_ctx][dim] learned positions (GPT-2), or none
     Matrix type_embd;          // its first row is added to each embedding (BERT), or none
-    const float *freqs, *freqs_long, *freqs_short;   // [n_rot/2] divisors of RoPE's frequencies
+    const float *freqs_long, *freqs_short;   // [n_rot/2] two more, of which one is taken (Phi 3)
     Matrix dense[2];           // of the pooled embedding, one after the other (Gemma)
     Matrix layer_embd, layer_proj;   // [ids][n_layer * per_layer], [n_layer * per_layer][dim]
     Norm layer_norm;           // [per_layer]
@@ -272,7 +275,7 @@ typedef struct {
 
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI, ACT_RELU, ACT_XIELU };
-enum { FULL, WINDOWED };   // kinds of layers: FULL ones see Options.window, others Layer.window
+enum { FULL, WINDOWED };   // kinds of layers: WINDOWED ones have a window of their own
 
 // ---- 3. the types of a session ----
 
@@ -287,7 +290,7 @@ typedef struct {               // no defaults: all 0 is greedy
 } Sampling;
 
 enum { LOGIT_ROWS = 16 };      // rows of logits that are made at once: their buffer is large
-enum { FEW = 8 };   // each of up to FEW tokens in a call gets exactly the floats it gets alone
+enum { FEW = 8 };   // up to FEW tokens in a call get, bit for bit, the floats that each gets alone
 
 typedef struct {               // 0: the default, here in brackets
     int window;                // tokens that a query sees, itself included (n_ctx, at most 4096)
@@ -336,18 +339,20 @@ typedef struct Session {
     float *out;                // [n][dim] the result of attention or the FFN
     float *q, *k, *v;          // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd]
     float *att;                // [n][n_head][vd] the result of attention (or of a mixer)
-    float *gate, *up;          // [n][ff]; [rows][ff] of experts
+    float *gate, *up;          // [n][ff]; of experts [rows][ff], see rows below
     float *logits;             // [LOGIT_ROWS][n_vocab]
     Candidate *candidates;     // [n_vocab] of the sampler
     float *penalized;          // [n_vocab] logits, after its penalty
-    int32_t *index;            // [n_index] positions, for guesses: see guess_ids
-    int n_index, n_indexed;    // the text's positions up to n_indexed have been entered
     float *angles[2];          // [n][n_rot] cos, sin pairs, of FULL layers and of WINDOWED ones
     double *freq[2];           // [n_rot/2] radians per position
     float rope_mag[2];         // a factor of the cosines and sines
     Arena op_scratch;          // of matmul and attention
 
-    // -- other families -- rows: n or, if that is more, n_used: the choices that run at once
+    // -- guesses, see guess_ids --
+    int32_t *index;            // [n_index] positions; those up to n_indexed have been entered
+    int n_index, n_indexed;
+
+    // -- other families -- rows: choices of experts that run at once, n or, if that is more, n_used
     float *slopes;             // [n_head] of ALiBi
     float *inputs;             // [n][n_layer][per_layer] each layer's own
     float *mix;                // [n][n_head][2 * hd] q with gates, or latent queries; of recurrent
@@ -365,7 +370,8 @@ typedef struct Session {
     size_t n_recurrent;        // floats
     float *saved, *unguessed;  // [n_recurrent] copies: the snapshot; the states before guesses
     int saved_pos;             // where the snapshot was made; -1: there is none
-    int unseen;                // tokens at the history's end that the states have not seen
+    int unseen;                // after guesses that fell: tokens at the history's end that are in
+                               // KV caches, but not in the states; 0 without states
 } Session;
 
 // ---- 4. what the other parts provide ----
@@ -412,28 +418,27 @@ typedef struct {
     float scale, softcap;      // of the scores; their soft cap, or 0
     const float *sinks, *slopes;   // [n_head] or NULL
 } Attention;
-static void attention(Pool *p, Arena *a, const Attention *x);
+static void attention(Pool *p, Arena *arena, const Attention *a);
 
 // Rows of numbers
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 static inline float exp_fast(float x);   // e^x, relative error 1e-7; loops of it are vector code
-static float sum16(const float *x, int n, float mean, bool squares);   // of x - mean, in 16 lanes
+static float sum16(const float *x, int n, float mean, bool squares);   // of x - mean or its square
 static void soft_cap(float *x, size_t n, float cap);   // x = cap * tanh(x / cap)
-// Makes values v [n] finite, because 0 * NaN is NaN, and would damage also the queries that do not
-// see the row. The row's key becomes NaN instead, which damages only the queries that see it.
+// Makes values v [n] finite, because Part V multiplies rows that a query does not see by 0, and
+// 0 * NaN is NaN. The row's key becomes NaN instead, which damages only the queries that see it.
 static void cache_finite(uint16_t *v, int n, uint16_t *key);
 
-// A row function does a step of forward for row i of a chunk. each_row calls one for rows 0 .. n-1,
-// on all threads.
+// A row function does a step of forward for row i of a chunk, or for share i of its heads. each_row
+// calls one for i = 0 .. n-1, on all threads.
 typedef void RowFn(Session *s, const void *arg, size_t i);
 static void each_row(Session *s, RowFn *fn, const void *arg, int n);
 
-// -- other families: blocks, which read s->normed and leave their result in s->out --
+// -- other families: what reads s->normed and leaves its result in s->out --
 static void mix_tokens(Session *s);   // latent or recurrent, in place of attention or beside it
 static void experts(Session *s);      // in place of the FFN
-static void make_layer_inputs(Session *s), add_layer_input(Session *s);   // one more block
-
-// Steps. What is called without a condition changes nothing in a Llama.
+// Steps. Of those that forward always calls, only rope_scaling changes something in a Llama (3.1).
+static void make_layer_inputs(Session *s), add_layer_input(Session *s);   // Gemma 4
 static void add_embeddings(Session *s, float *x, size_t i);   // x += those of its position, type
 static float rope_scaling(const Model *m, int kind, int window, double *freq);
 static void alibi_slopes(float *slope, int n_head, float max_bias);
@@ -447,8 +452,7 @@ static void activate_more(const Session *s, const struct Ffn *f, float *gate, fl
 static RowFn add_more_row;
 static const float *hidden_rows(Session *s, int first, int n);   // norm(x) of n rows
 static bool check_more(const Session *s, int n, Error *e);   // can the model run n tokens?
-static bool generate_guessing(Session *s, const int32_t *ids, int n, int n_predict, OnToken f,
-                              Error *e);
+static bool generate_guessing(Session *s, const int32_t *ids, int n, int most, OnToken f, Error *e);
 
 // A GPU (metal.c) runs the whole model on a Session's buffers. False: there is none, or it failed,
 // and the CPU does the work. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row
@@ -457,9 +461,7 @@ static int gpu_chunk(Session *s);    // finds one, sets s->gpu; its default chun
 static void gpu_open(Session *s), gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
-static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
 static void gpu_store(Session *s, bool states);   // after the CPU wrote positions, and states
-static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes);   // of the states
 
 // ---- 5. ops ----
 //
@@ -553,7 +555,8 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     each_row(s, angles_row, c, n);
     for (s->l = 0; s->l < c->n_layer; s->l++) {
         const Layer *w = &s->m->layers[s->l];
-        RowFn *add = adds_more(w) ? add_more_row : add_row;   // more: Gemma 2 norms results
+        // Gemma 2 norms results before they are added: add_more_row takes the norm, add_row none
+        RowFn *add = adds_more(w) ? add_more_row : add_row;
         // SmallThinker chooses experts here
         if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
 
@@ -597,7 +600,7 @@ static float rope_frequencies(const Model *m, int kind, int window, double *freq
     return rope_scaling(m, kind, window, freq);
 }
 
-// the cosines and sines of a token's position, for FULL layers and, in other families, WINDOWED
+// the cosines and sines of a token's position, for FULL layers and for WINDOWED ones
 static void angles_row(Session *s, const void *arg, size_t i) {
     const Config *c = arg;
     int n_rot[] = {[FULL] = c->n_rot, [WINDOWED] = c->n_rot_local};
@@ -629,7 +632,8 @@ static void attention_block(Session *s) {   // out = o * attention(q, k, v of no
                     {&w->v, s->normed, s->v, n}};
     if (gates || !w->k.rows) project_more(s);
     else matmul(s->pool, &s->op_scratch, qkv, 3);
-    if (n <= FEW && w->heads_alone) shares = w->n_kv;   // in decode, so that all threads have work
+    // a few tokens' heads are dealt out in n_kv shares, or threads would have no work
+    if (n <= FEW && w->heads_alone) shares = w->n_kv;
     each_row(s, qkv_share, &shares, n * shares);
     attend(s);
     if (gates) gate_attention(s, s->att, w->vd);
@@ -742,8 +746,8 @@ static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) 
 
 // Does a query see a key? Both are positions. A query sees a window that ends with itself, and the
 // first `keep` keys; in an encoder `ahead` later keys, too. It sees nothing before span_start (0
-// but in Llama 4): so never the key -1 of an empty row. Bits and no branches: a loop over keys is
-// vector code.
+// except in Llama 4): so never the key -1 of an empty row. The function has bits and no branches,
+// because Part V's loops over keys are vector code.
 static inline int attention_sees(const Attention *a, int query, int key) {
     int near = (query - key < a->window) | (key < a->keep);
     return (key >= a->span_start) & (key - query <= a->ahead) & near;
@@ -794,7 +798,7 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 // A layer's KV cache is `keep` pinned rows, and a ring of rows for the window and one chunk: so
 // writing a chunk overwrites no row that one of its own queries must still see. A row stores its
 // position, and that alone decides who sees it. With 2 pinned rows, a window of 4 and a chunk of 2
-// (a real cache has room for a chunk of FEW at least) at position 9:
+// (really FEW at least, because guesses that fall have been written, too) at position 9:
 //
 //   row    0 1 | 2 3 4 5 6 7      8 and 9 have taken the rows of 2 and 3. Query 9 sees 6 to 9, and
 //   pos    0 1 | 8 9 4 5 6 7      0 and 1: models lean on the first tokens (arXiv 2309.17453)
@@ -813,10 +817,10 @@ static void plan_caches(Session *s, Arena *a) {   // a plan: places every cache
             *cache = s->cache[w->source];
             continue;
         }
-        bool full = !w->window || w->window >= s->o.window;   // the smaller window counts
-        cache->window = full ? s->o.window : w->window;
-        cache->keep = full ? s->o.keep : 0;   // others were trained without the first tokens
-        cache->rows = cache->keep + cache->window + larger(s->o.chunk, FEW);   // FEW: of guesses
+        bool own = w->window && w->window < s->o.window;   // the smaller window counts
+        cache->window = own ? w->window : s->o.window;
+        cache->keep = own ? 0 : s->o.keep;   // others were trained without the first tokens
+        cache->rows = cache->keep + cache->window + larger(s->o.chunk, FEW);
         uint64_t rows = (uint64_t)w->n_kv * cache->rows;
         cache->k = arena_take(a, rows, w->hd * sizeof *cache->k);
         cache->v = cache->k;   // latent attention
@@ -872,7 +876,8 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
         !place_plan(s, plan_scratch, &s->scratch, "scratch; try a smaller -b", e))
         return false;
     session_truncate(s, 0);   // marks every row empty
-    for (int i = 0; i < 2; i++) s->rope_mag[i] = rope_frequencies(m, i, s->o.window, s->freq[i]);
+    for (int kind = FULL; kind <= WINDOWED; kind++)
+        s->rope_mag[kind] = rope_frequencies(m, kind, s->o.window, s->freq[kind]);
     alibi_slopes(s->slopes, c->n_head, c->alibi);   // BLOOM
     if (s->gpu) gpu_open(s);
     return true;
@@ -888,7 +893,7 @@ typedef struct {
     bool hidden;   // for an embedding: a row is the token's normed residual stream [dim]
     OnRow *fn;
     void *ctx;
-    bool exact;    // any NaN makes a row an error; otherwise only a row of nothing but NaN is one
+    bool exact;    // any NaN makes a row an error, as if hidden; else only a row of nothing but NaN
     int guesses;   // the last tokens that are only guessed: their rows are not checked
 } Request;
 
@@ -904,8 +909,9 @@ static bool session_run(Session *s, Request r, Error *e) {
     if (!check_ids(s, r.ids, r.n, known, e)) return false;
     if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
     if (in_history) r.ids = s->history.id;
-    int reused = session_reuse(s, &r, known), n;
-    bool snapshot = s->n_recurrent && !in_history && r.n - (int)s->history.n > 1;   // of a prompt
+    int reused = session_reuse(s, &r, known), n;   // n: of the chunk
+    // recurrent models: to return to when the next prompt begins like this one
+    bool snapshot = s->n_recurrent && !in_history && r.n - (int)s->history.n > 1;
     for (int p = reused; p < r.n; p += n) {
         n = chunk_size(s, p, r.n - p, snapshot);
         if (snapshot && p == r.n - 1) {
@@ -954,7 +960,7 @@ static int session_reuse(Session *s, const Request *r, int known) {
     while (p < n_history && p < r->n && s->history.id[p] == r->ids[p]) p++;
     if (p > r->from) p = r->from;
     if (!s->m->config.causal) p = 0;
-    if (p == n_history) return p - s->unseen;
+    if (p == n_history) return p - s->unseen;   // the history goes on
     if (s->n_recurrent) p = s->saved_pos >= 0 && s->saved_pos <= p ? s->saved_pos : 0;
     if (!rows_resident(s, p)) p = 0;
     session_truncate(s, p);
@@ -1005,16 +1011,11 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 // From logits to the next token, in stages. First some logits change: those of recent tokens (the
 // penalty) and of suppressed ids. Then ids with their logits become candidates. Temperature, top-k,
 // top-p and min-p change, sort or drop candidates, and one of the rest is drawn; at temperature 0
-// the best. (llama.cpp's temperature comes last; here top-p and min-p see what is drawn from.)
-//
-// To add a stage, write it like these. If it changes logits by id, or needs all of them, call it in
-// session_sample, else in sample, where only about top-k candidates are left. Give it a field at
-// the end of Sampling and, in Part VI, a default in main, a row of OPTIONS and, if files may ask
-// for it, one in sampling_defaults. Then add a line to test.c.
+// the best. (llama.cpp's temperature comes last; here top-p and min-p see probabilities after it.)
 
-// The sampler's sorting: sort_top brings the k best of c [n] to the front, in order; sort_share so
-// many that their weights (exp(logit - best)) reach a sum. sample_candidates makes candidates of
-// logits l [n] that may be among the k best (0: of all), and returns how many.
+// Part V sorts: sort_top brings the k best of c [n] to the front, in order; sort_share as many as
+// it takes for their weights (exp(logit - best)) to reach `sum`. sample_candidates makes candidates
+// of the logits l [n] that may be among the k best (0: of all), and returns how many.
 static void sort_top(Candidate *c, size_t n, size_t k);
 static void sort_share(Candidate *c, size_t n, double sum);
 static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k);
@@ -1128,7 +1129,7 @@ int32_t session_sample(Session *s, const float *logits) {
 // behind the session's history, and evaluated as the end of that text to get the next one.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnToken on_token,
                       Error *e) {
-    // the same text in fewer passes, see section 40
+    // the same text in fewer passes, see section 40 in Part V
     if (s->o.draft > 0) return generate_guessing(s, ids, n, n_predict, on_token, e);
     int made = 0;
     do {
@@ -2910,6 +2911,8 @@ static bool adds_more(const Layer *w) {
            w->last_norm.w || w->input_gate.data;
 }
 
+static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
+
 // what an embedding is pooled from: normed [dim] of n rows, from row `first` of the last chunk on
 static const float *hidden_rows(Session *s, int first, int n) {
     size_t dim = s->m->config.dim;
@@ -3845,6 +3848,7 @@ static void plan_states(Session *s, Arena *a) {
     s->unguessed = arena_take(a, s->o.draft > 0 ? s->n_recurrent : 0, f);
 }
 
+static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes);   // of the states
 static void copy_states(Session *s, float *to, const float *from) {
     size_t bytes = s->n_recurrent * sizeof *to;
     if (bytes && !gpu_copy(s, to, from, bytes)) memcpy(to, from, bytes);
@@ -8045,6 +8049,11 @@ static UNUSED double gpu_bytes(const Session *s) { return 0; }
 #endif
 
 // ---- 39. candidates of the sampler ----
+//
+// To add a stage, write it like those of section 9. If it changes logits by id, or needs
+// all of them, call it in session_sample, else in sample, where only about top-k candidates are
+// left. Give it a field at the end of Sampling and, in Part VI, a default in main, a row of OPTIONS
+// and, if files may ask for it, one in sampling_defaults. Then add a line to test.c.
 
 static int best_first(const void *a, const void *b) {   // ties: the lower id
     const Candidate *x = a, *y = b;
