@@ -31,7 +31,7 @@
 //       sort_choices      sort_choices; also lists the tiles that gemm computes
 //       weigh_experts     the sum at the end of run_experts, and add_shared_row
 //    8. delta_conv        delta_conv
-//       delta_rule        delta_gates_row, then delta_block, kda_block or space_block
+//       delta_rule        delta_gates_row, then plain_memory
 //
 // Names: tg is the threadgroup, tid a thread in it, sg one of its nsg SIMD-groups and lane a thread
 // in that; all are numbers. `shared` is the threadgroup's memory. g is a group of 32 weights, t a

@@ -2609,10 +2609,10 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 //   14  positions           learned ones, RoPE beyond the texts of training, ALiBi, far queries
 //   15  steps of blocks     activations, bounds, damaged values, gates of attention
 //   16  experts             in place of the FFN
-//   17  vectors             of the compiler, for the next section
-//   18  the delta rule      recurrent mixers, in place of attention or beside it, whose memory of
-//   19  the state space     earlier tokens has a fixed size
-//   20  the convolution
+//   17  the convolution     recurrent mixers, in place of attention or beside it, whose memory of
+//   18  the delta rule      earlier tokens has a fixed size
+//   19  the state space
+//   20  their layers        loads and runs all of them
 //   21  latent attention    keys and values are made of a latent
 //   22  Gemma 4             shared caches, an input for each layer
 //   23  memory              buffers and states of all these
@@ -3172,32 +3172,46 @@ static void experts(Session *s) {
     each_row(s, add_shared_row, w, n);
 }
 
-// ---- 17. vectors of the compiler ----
+// ---- 17. the convolution over time ----
 //
-// LANES floats in a register, as wide as the CPU's; Part V adds to them.
-#define UNROLL QUANT_UNROLL
-#ifdef __clang__
-#pragma clang diagnostic ignored "-Wpass-failed"   // where a count is not constant it stays a loop
-#endif
-#if defined(QUANT_AVX512) && defined(__AVX512VNNI__)
-#define SIMD_VNNI
-enum { LANES = 16 };
-#elif defined(QUANT_X86) && defined(__FMA__)
-#define SIMD_AVX2
-enum { LANES = 8 };
-#else
-enum { LANES = 4 };
-#endif
-typedef float vf __attribute__((vector_size(4 * LANES)));
+// A recurrent mixer gives each token a memory of a fixed size instead of a cache. Before anything
+// is written to it, the inputs pass a short convolution over time; in LFM2 (arXiv 2511.23404) this
+// convolution is the whole mixer: out = W (c * conv(b * u)), where one projection makes the gates b
+// and c, and u [dim].
 
-INLINE vf load_f32(const void *p) {
-    vf v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
-INLINE void prefetch_l1(const void *p, int bytes) {   // harmless on unmapped addresses
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
+enum { CONV_CHANNELS = 64 };   // that one call takes
+
+// Runs the convolution on CONV_CHANNELS neighbouring channels of the chunk, then SiLU:
+//
+//   y[t] = silu(sum over j of tap[j] * x[t - past + j] + bias)      j = 0 .. past
+//
+// LFM2 has gates in place of SiLU. s->mix holds the last `past` rows before the chunk, from the
+// cache, and behind them the chunk's rows. So the inputs of token t are rows t .. t + past, and its
+// result can take the place of row t, because no later token reads that row.
+static void delta_conv(Session *s, const void *arg, size_t call) {
+    const Layer *w = arg;
+    size_t channels = w->conv_in.rows, at = call * CONV_CHANNELS;   // first channel
+    bool gated = w->mixer == MIX_CONV;
+    int n = s->n, past = s->m->config.conv - 1;
+    int width = channels - at < CONV_CHANNELS ? channels - at : CONV_CHANNELS;
+    size_t bytes = width * sizeof(float);
+    float *old = s->cache[s->l].conv + at, *mix = s->mix + at, tap[MOST_TAPS][CONV_CHANNELS];
+    for (int j = 0; j <= past; j++)
+        for (int i = 0; i < width; i++) tap[j][i] = w->conv[(at + i) * (past + 1) + j];
+    for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + j * channels, bytes);
+    for (int t = 0; t < n; t++) {
+        float y[CONV_CHANNELS] = {0}, *x = mix + t * channels;
+        float *b = s->att + t * channels + at, *c = s->z + t * channels + at;   // gates
+        for (int i = 0; i < CONV_CHANNELS; i += 16)   // the CPU does not prefetch rows so far apart
+            __builtin_prefetch(x + (past + 8) * channels + i);
+        if (w->conv_bias) memcpy(y, w->conv_bias + at, bytes);
+        for (int i = 0; gated && i < width; i++) x[past * channels + i] *= b[i];
+        for (int j = 0; j <= past; j++)
+            for (int i = 0; i < width; i++) y[i] += tap[j][i] * x[j * channels + i];
+        for (int i = 0; gated && i < width; i++) b[i] = y[i] * c[i];   // it is the result
+        if (!gated) activate(x, NULL, y, width, ACT_SILU);
+    }
+    for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, bytes);
 }
 
 // ---- 18. the gated delta rule (arXiv 2412.06464) ----
@@ -3280,47 +3294,14 @@ static void load_kda(Loader *ld, Layer *w, int wide) {
     w->delta_norm = load_norm(ld, "!ssm_norm", 1, c->dv);
 }
 
-// A head's S is kept in blocks of DELTA_ROWS of its rows, each [dk][DELTA_ROWS]: rows lie side by
-// side, so that one instruction works on many of them.
-enum { DELTA_ROWS = 64, CONV_BLOCK = 64 };
+// A head's S is cut into strips of DELTA_ROWS rows. A strip is stored as [dk][DELTA_ROWS]: its rows
+// lie side by side, so that one instruction works on many of them.
+enum { DELTA_ROWS = 64 };
 
-static int delta_blocks(const Config *c) { return (c->dv + DELTA_ROWS - 1) / DELTA_ROWS; }
+static int delta_strips(const Config *c) { return (c->dv + DELTA_ROWS - 1) / DELTA_ROWS; }
 
-static uint64_t delta_state_size(const Config *c) {
-    return (uint64_t)c->n_value * delta_blocks(c) * c->dk * DELTA_ROWS;
-}
-
-// Causal convolution over time of one block of channels, then SiLU; a short one has gates instead:
-//
-//   y[t] = silu(sum over j of tap[j] * x[t - past + j] + bias)      j = 0 .. past
-//
-// s->mix holds the last `past` rows before the chunk, from the cache, and behind them the chunk's.
-// So the inputs of token t are rows t .. t + past, and its result can take the place of row t,
-// which no later token reads.
-static void delta_conv(Session *s, const void *arg, size_t block) {
-    const Layer *w = arg;
-    size_t channels = w->conv_in.rows, at = block * CONV_BLOCK;   // the block's first channel
-    bool gated = w->mixer == MIX_CONV;
-    int n = s->n, past = s->m->config.conv - 1;
-    int width = channels - at < CONV_BLOCK ? channels - at : CONV_BLOCK;
-    size_t bytes = width * sizeof(float);
-    float *old = s->cache[s->l].conv + at, *mix = s->mix + at, tap[MOST_TAPS][CONV_BLOCK];
-    for (int j = 0; j <= past; j++)
-        for (int i = 0; i < width; i++) tap[j][i] = w->conv[(at + i) * (past + 1) + j];
-    for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + j * channels, bytes);
-    for (int t = 0; t < n; t++) {
-        float y[CONV_BLOCK] = {0}, *x = mix + t * channels;
-        float *b = s->att + t * channels + at, *c = s->z + t * channels + at;   // gates
-        for (int i = 0; i < CONV_BLOCK; i += 16)   // the CPU does not prefetch rows so far apart
-            __builtin_prefetch(x + (past + 8) * channels + i);
-        if (w->conv_bias) memcpy(y, w->conv_bias + at, bytes);
-        for (int i = 0; gated && i < width; i++) x[past * channels + i] *= b[i];
-        for (int j = 0; j <= past; j++)
-            for (int i = 0; i < width; i++) y[i] += tap[j][i] * x[j * channels + i];
-        for (int i = 0; gated && i < width; i++) b[i] = y[i] * c[i];   // it is the result
-        if (!gated) activate(x, NULL, y, width, ACT_SILU);
-    }
-    for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, bytes);
+static uint64_t delta_state_size(const Config *c) {   // floats of a layer's state
+    return (uint64_t)c->n_value * delta_strips(c) * c->dk * DELTA_ROWS;
 }
 
 // scales one token's q and k to unit length, q also by 1/sqrt(dk); computes for each value head
@@ -3355,6 +3336,46 @@ static void delta_gates_row(Session *s, const void *arg, size_t i) {
     }
 }
 
+// The inputs of value head h for the first token of the chunk. The next token's inputs stand `step`
+// floats further on. A row of s->mix is q | k | v of all heads, in a state space v | k | q.
+typedef struct { const float *q, *k, *v; size_t step; } HeadInputs;
+static HeadInputs head_inputs(const Session *s, const Layer *w, int h) {
+    const Config *c = &s->m->config;
+    int key = c->key_tiled ? h % c->n_key : h / (c->n_value / c->n_key);   // the key head
+    size_t keys = c->n_key * c->dk, values = c->n_value * c->dv;   // floats of all heads
+    const float *q = s->mix + key * c->dk, *k = q + keys, *v = s->mix + 2 * keys;
+    if (w->mixer == MIX_SPACE) {
+        v = s->mix;
+        k = v + values + key * c->dk;
+        q = k + keys;
+    }
+    return (HeadInputs){q, k, v + h * c->dv, w->conv_in.rows};
+}
+
+// The rule in plain loops: strip i of S, over all tokens of the chunk. A state space does not ask.
+static __attribute__((unused)) void plain_memory(Session *s, const Layer *w, size_t i) {
+    const Config *c = &s->m->config;
+    int strips = delta_strips(c), h = i / strips, first = i % strips * DELTA_ROWS, dk = c->dk;
+    bool asks = w->mixer == MIX_DELTA;
+    HeadInputs in = head_inputs(s, w, h);
+    for (int t = 0; t < s->n; t++, in.q += in.step, in.k += in.step, in.v += in.step) {
+        size_t head = (size_t)t * c->n_value + h;
+        const float *g = c->kda ? s->decay + head * dk : s->decay + head;
+        for (int r = first; r < c->dv && r < first + DELTA_ROWS; r++) {
+            float *S = s->cache[s->l].state + i * dk * DELTA_ROWS + r - first;   // row r
+            float stored = 0, out = asks ? 0 : in.v[r] * w->skip[h];
+            for (int j = 0; j < dk; j++) S[j * DELTA_ROWS] *= g[c->kda ? j : 0];
+            for (int j = 0; asks && j < dk; j++) stored += S[j * DELTA_ROWS] * in.k[j];
+            float write = (in.v[r] - stored) * s->write_gate[head];
+            for (int j = 0; j < dk; j++) S[j * DELTA_ROWS] += write * in.k[j];
+            for (int j = 0; j < dk; j++) out += S[j * DELTA_ROWS] * in.q[j];
+            s->att[head * c->dv + r] = out;
+        }
+    }
+}
+
+static RowFn memory_strip;   // plain_memory, or Part V's faster one
+
 // norm(o) * silu(z), in KDA norm(o) * sigmoid(z), in a state space norm(o * silu(z))
 static void delta_out_row(Session *s, const void *arg, size_t i) {
     const Config *c = &s->m->config;
@@ -3366,74 +3387,6 @@ static void delta_out_row(Session *s, const void *arg, size_t i) {
     if (w->mixer == MIX_DELTA && !c->kda) activate(o, z, o, n, ACT_SILU);
     for (int j = 0; c->kda && j < n; j++) o[j] /= 1 + exp_fast(-z[j]);
 }
-
-// Rows of one block of S, side by side in the lanes of V vectors, over all tokens of the chunk:
-// prefill and decode are one recurrence, and these rows stay in L1. A token needs S three times: to
-// ask what is stored under its key (S k), to write, and to read for its query (S q). One pass over
-// the columns of S does it all, for token t and what the next one asks. Of one row, with its v:
-//
-//   write = (v - g asked) b          asked = ask, of the token before; of the first one S k
-//   for each j:   S[j] = g S[j] + write k[j]    out += S[j] q[j]    ask += S[j] k_next[j]
-//
-// (That S has yet to decay for the next token is one factor, applied to `asked`; in KDA, by_column,
-// one for each column, applied to k_next.) A token costs 4 dk dv multiply-adds, 65,536 for 128 x
-// 128. The chunked (WY) form takes 70,000 with chunks of 64, and a triangular inverse. A state
-// space does not ask.
-INLINE void memory_block(Session *s, const Layer *w, size_t block, bool asks, bool by_column) {
-    enum { V = 4 };
-    const Config *c = &s->m->config;
-    int blocks = delta_blocks(c), h = block / blocks, r = block % blocks * DELTA_ROWS, dk = c->dk;
-    int keys = c->n_key * dk, values = c->n_value * c->dv;   // floats of all heads
-    int key = c->key_tiled ? h % c->n_key : h / (c->n_value / c->n_key);   // the key head
-    int each = by_column ? dk : 1;   // decays of a head
-    size_t step = w->conv_in.rows;   // from a token's row of s->mix to the next one's
-    size_t q_at = 0, k_at = keys, v_at = 2 * keys;           // such a row is q | k | v
-    if (!asks) {
-        v_at = 0;
-        k_at = values;
-        q_at = values + keys;   // in a state space v | k | q
-    }
-    float *state = s->cache[s->l].state + block * dk * DELTA_ROWS;
-    for (int end = r + DELTA_ROWS; r < c->dv && r < end; r += V * LANES, state += V * LANES) {
-        size_t bytes = (c->dv - r < V * LANES ? c->dv - r : V * LANES) * sizeof(float);
-        const float *q = s->mix + q_at + key * dk, *k = s->mix + k_at + key * dk;
-        const float *value = s->mix + v_at + h * c->dv + r;
-        const float *g = s->decay + (size_t)h * each;
-        vf asked[V] = {{0}};
-        for (int j = 0; asks && j < dk; j++)
-            UNROLL for (int v = 0; v < V; v++)
-                asked[v] += load_f32(state + j * DELTA_ROWS + v * LANES) *
-                            (by_column ? k[j] * g[j] : k[j]);
-        for (int i = 0; i < s->n; i++, q += step, k += step, value += step) {
-            const float *next = i + 1 < s->n ? k + step : k;
-            const float *next_g = i + 1 < s->n ? g + (size_t)c->n_value * each : g;
-            size_t at = (size_t)i * c->n_value + h;
-            vf write[V] = {{0}}, out[V] = {{0}}, ask[V] = {{0}};
-            prefetch_l1(q + 2 * step, dk * sizeof *q);
-            prefetch_l1(k + 2 * step, dk * sizeof *k);
-            memcpy(write, value, bytes);
-            UNROLL for (int v = 0; v < V; v++) {
-                if (!asks) out[v] = write[v] * w->skip[h];
-                write[v] = (write[v] - (by_column ? asked[v] : asked[v] * *g)) * s->write_gate[at];
-            }
-            for (int j = 0; j < dk; j++)
-                UNROLL for (int v = 0; v < V; v++) {
-                    float *place = state + j * DELTA_ROWS + v * LANES;
-                    vf row = load_f32(place) * g[by_column ? j : 0] + write[v] * k[j];
-                    store(place, row);
-                    out[v] += row * q[j];
-                    if (asks) ask[v] += row * (by_column ? next[j] * next_g[j] : next[j]);
-                }
-            g = next_g;
-            memcpy(asked, ask, sizeof ask);
-            memcpy(s->att + at * c->dv + r, out, bytes);
-        }
-    }
-}
-
-static void delta_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, true, false); }
-static void space_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, false, 0); }
-static void kda_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, true, true); }
 
 // ---- 19. the state space (Mamba-2, arXiv 2405.21060) ----
 //
@@ -3454,13 +3407,10 @@ static void load_space(Loader *ld, Layer *w, int xbc, int values) {
     if (w->delta_norm.w && !w->delta_norm.group) refuse(ld, "layer %d: ssm_norm's shape", ld->l);
 }
 
-// ---- 20. the short convolution (LFM2, arXiv 2511.23404) ----
-//
-// The convolution alone remembers, its last few inputs: out = W (c * conv(b * u)), with gates b and
-// c, and u [dim], of one projection.
+// ---- 20. layers with a recurrent mixer ----
 
-// What all recurrent mixers share: load_recurrent finds the layer's, and returns whether there is
-// attention, instead or as well; recurrent runs it.
+// Finds out which mixer the layer has, and loads it. Returns whether the layer has attention, in
+// place of a mixer or beside it.
 static bool load_recurrent(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
@@ -3530,14 +3480,12 @@ static void recurrent_products(Session *s, const Layer *w, float *mix) {
 static void recurrent(Session *s) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
-    int n = s->n, conv_blocks = (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK;
+    int n = s->n, calls = (w->conv_in.rows + CONV_CHANNELS - 1) / CONV_CHANNELS;
     recurrent_products(s, w, s->mix + (c->conv - 1) * w->conv_in.rows);   // behind what was before
-    each_row(s, delta_conv, w, conv_blocks);
+    each_row(s, delta_conv, w, calls);
     if (w->mixer != MIX_CONV) {
-        RowFn *rule = w->mixer == MIX_DELTA ? delta_block : space_block;
-        if (c->kda) rule = kda_block;
         each_row(s, delta_gates_row, w, n);
-        each_row(s, rule, w, c->n_value * delta_blocks(c));
+        each_row(s, memory_strip, w, c->n_value * delta_strips(c));
         each_row(s, delta_out_row, w, n);
     }
     product(s, &w->delta_out, s->att, s->out);
@@ -6130,15 +6078,15 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 // prefill all become sums of bf16 with AMX, and floats without dot_bytes.) The number of threads
 // never changes a sum.
 //
-// Out go functions behind Part I's prototypes, above all matmul and attention. In come the vectors
-// of section 17.
+// Out go functions behind Part I's prototypes, above all matmul and attention.
 //
 //   26 the machine     CPUs, clock, terminal, e^x, prefetching
 //   27 threads         the pool; with LLM_PLAIN, Part I's plain loops in place of sections 28 to 37
 //   28 vectors         the few words in which CPUs differ          29 products of a few tokens
 //   30 tiles           products of many tokens: the idea, and an example
 //   31 the float tile  32 the int8 tile    33 matmul, which cuts products into tasks
-//   34 attention       35 of many queries  36 of a few queries, with an example
+//   34 attention       35 of many queries  36 of a few queries, with an example, and
+//                      the memory of recurrent mixers
 //   37 AMX             one more tile, and one more attention, for the CPUs that have it
 //   38 the GPU         metal.c, or functions that say that there is none
 //   39 candidates      the sampler's sorting   40 guesses         several tokens in one pass
@@ -6270,6 +6218,9 @@ enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes: the fastest on a Xeon
 #else
 enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // the fastest on a Zen 4
 #endif
+INLINE void prefetch_l1(const void *p, int bytes) {   // harmless on unmapped addresses
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
+}
 INLINE void prefetch_l2(const void *p, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
 }
@@ -6466,6 +6417,8 @@ static void attention(UNUSED Pool *p, Arena *a, const Attention *x) {
 static void narrow(const float *x, int n, uint16_t *to) {
     for (int i = 0; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
 }
+
+static void memory_strip(Session *s, const void *w, size_t i) { plain_memory(s, w, i); }
 #else   // LLM_PLAIN leaves out sections 28 to 37, some 1,500 lines
 
 // ---- 28. vectors ----
@@ -6485,6 +6438,28 @@ static void narrow(const float *x, int n, uint16_t *to) {
 //   evens, odds give both lanes of a pair its first or its second number
 //   pair_sums   the sums of a's pairs, then of b's
 // INT8_TILE: products of bytes are faster than products of floats for many tokens, too.
+
+#define UNROLL QUANT_UNROLL
+#ifdef __clang__
+#pragma clang diagnostic ignored "-Wpass-failed"   // where a count is not constant it stays a loop
+#endif
+#if defined(QUANT_AVX512) && defined(__AVX512VNNI__)
+#define SIMD_VNNI
+enum { LANES = 16 };
+#elif defined(QUANT_X86) && defined(__FMA__)
+#define SIMD_AVX2
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
+typedef float vf __attribute__((vector_size(4 * LANES)));
+
+INLINE vf load_f32(const void *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
 
 #define BY_LANES(at_16, at_8, at_4) (LANES == 16 ? (at_16) : LANES == 8 ? (at_8) : (at_4))
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
@@ -7760,6 +7735,69 @@ static void attention(Pool *p, Arena *arena, const Attention *a) {
     if (a->n <= FEW) attend_few(p, arena, a);
     else attend_many(p, arena, a);
     arena->used = mark;
+}
+
+// ---- the memory of recurrent mixers: what plain_memory computes, fast ----
+//
+// Prefill and decode are one recurrence. V vectors hold rows of a strip side by side in their
+// lanes, over all tokens of the chunk, and these rows stay in L1. A token needs S three times: to
+// ask for the value under its key (S k), to write, and to read for its query (S q). One pass over
+// the columns of S does all three, where token t asks for the next token. For one row, with its v:
+//
+//   write = (v - g asked) b          asked = ask of the token before; for the first token S k
+//   for each j:   S[j] = g S[j] + write k[j]    out += S[j] q[j]    ask += S[j] k_next[j]
+//
+// S has yet to decay for the next token, so `asked` is multiplied by g; in KDA (by_column), where g
+// is a vector, k_next is. A token costs 4 dk dv multiply-adds, 65,536 for 128 x 128. The chunked
+// (WY) form takes 70,000 with chunks of 64, and a triangular inverse.
+INLINE void fast_memory(Session *s, const Layer *w, size_t strip, bool asks, bool by_column) {
+    enum { V = 4 };
+    const Config *c = &s->m->config;
+    int strips = delta_strips(c), h = strip / strips, r = strip % strips * DELTA_ROWS, dk = c->dk;
+    int each = by_column ? dk : 1;   // decays of a head
+    HeadInputs in = head_inputs(s, w, h);
+    size_t step = in.step;
+    float *state = s->cache[s->l].state + strip * dk * DELTA_ROWS;
+    for (int end = r + DELTA_ROWS; r < c->dv && r < end; r += V * LANES, state += V * LANES) {
+        size_t bytes = (c->dv - r < V * LANES ? c->dv - r : V * LANES) * sizeof(float);
+        const float *q = in.q, *k = in.k, *value = in.v + r;
+        const float *g = s->decay + (size_t)h * each;
+        vf asked[V] = {{0}};
+        for (int j = 0; asks && j < dk; j++)
+            UNROLL for (int v = 0; v < V; v++)
+                asked[v] += load_f32(state + j * DELTA_ROWS + v * LANES) *
+                            (by_column ? k[j] * g[j] : k[j]);
+        for (int i = 0; i < s->n; i++, q += step, k += step, value += step) {
+            const float *next = i + 1 < s->n ? k + step : k;
+            const float *next_g = i + 1 < s->n ? g + (size_t)c->n_value * each : g;
+            size_t at = (size_t)i * c->n_value + h;
+            vf write[V] = {{0}}, out[V] = {{0}}, ask[V] = {{0}};
+            prefetch_l1(q + 2 * step, dk * sizeof *q);
+            prefetch_l1(k + 2 * step, dk * sizeof *k);
+            memcpy(write, value, bytes);
+            UNROLL for (int v = 0; v < V; v++) {
+                if (!asks) out[v] = write[v] * w->skip[h];
+                write[v] = (write[v] - (by_column ? asked[v] : asked[v] * *g)) * s->write_gate[at];
+            }
+            for (int j = 0; j < dk; j++)
+                UNROLL for (int v = 0; v < V; v++) {
+                    float *place = state + j * DELTA_ROWS + v * LANES;
+                    vf row = load_f32(place) * g[by_column ? j : 0] + write[v] * k[j];
+                    store(place, row);
+                    out[v] += row * q[j];
+                    if (asks) ask[v] += row * (by_column ? next[j] * next_g[j] : next[j]);
+                }
+            g = next_g;
+            memcpy(asked, ask, sizeof ask);
+            memcpy(s->att + at * c->dv + r, out, bytes);
+        }
+    }
+}
+
+static void memory_strip(Session *s, const void *w, size_t i) {   // one copy for each kind
+    if (((const Layer *)w)->mixer == MIX_SPACE) fast_memory(s, w, i, false, false);
+    else if (s->m->config.kda) fast_memory(s, w, i, true, true);
+    else fast_memory(s, w, i, true, false);
 }
 
 // ---- 37. AMX ----
