@@ -140,7 +140,7 @@ typedef struct {
     // positions, see Part III
     int n_rot_local;           // n_rot of windowed layers
     float rope_base_local;     // rope_base of windowed layers (Gemma 3)
-    bool local_unscaled, local_plain;   // windowed layers ignore all but rope_mag; rope_mag, too
+    bool local_unscaled, local_no_mag;   // windowed layers ignore all but rope_mag; rope_mag, too
     int n_ctx_orig;            // n_ctx before the scaling
     float rope_factor, rope_mag;   // frequencies are divided by it; factor of cosines and sines
     bool yarn;                 // YaRN slows low frequencies only, see rope_scaling
@@ -155,8 +155,8 @@ typedef struct {
     int n_group, n_group_used; // experts stand in groups, of which a token uses some (DeepSeek)
     bool routed_first;         // the router reads the stream before attention (SmallThinker)
     int gating;                // GATING_SOFTMAX or GATING_SIGMOID
-    bool gates_normed;         // the weights of the chosen experts are divided by their sum
-    float gates_scale;         // factor of their weights
+    bool weights_normed;         // the weights of the chosen experts are divided by their sum
+    float weights_scale;         // factor of their weights
     float router_scale;        // factor of the router's product, if its input is normed (Gemma 4)
     bool inputs_weighed;       // an expert's weight is a factor of its input, not result (Llama 4)
     // recurrent mixers
@@ -226,7 +226,7 @@ typedef struct {
     const float *router_bias;  // [n_expert] for the choice only, or NULL
     Matrix shared_gate, shared_up, shared_down;   // an FFN for every token
     Matrix shared_router;      // [1][dim] makes its weight
-    Matrix latent_down, latent_up;   // [wide][dim], [dim][wide]: experts read another width
+    Matrix squeeze, unsqueeze;   // [wide][dim], [dim][wide]: experts read fewer numbers
     Norm router_norm, expert_norm, expert_post, shared_post;   // [dim] (Gemma 4, see load_experts)
     // latent attention, where there is a k_b
     Matrix q_a;                // [q.cols][dim]: q is two products
@@ -353,14 +353,14 @@ typedef struct Session {
     float *mix;                // [n][n_head][2 * hd] q with gates, or latent queries; of recurrent
                                // mixers [conv-1 + n][channels]
     float *z;                  // [n][..] gates; of latent attention the input of q
-    float *beta_alpha, *write_gate;   // [n][2 * n_value], [n][n_value] of the delta rule
+    float *beta_alpha, *strength;   // [n][2 * n_value], [n][n_value] of the delta rule
     float *decay;              // [n][n_value] of it, in KDA [n][n_value][dk]
     float *route;              // [n][n_expert] the logits of a router
     int32_t *chosen;           // [n][n_used] a token's experts, the best first: its choices
     float *weight;             // [n][n_used] of the choices
     int32_t *order;            // [n * n_used] indices of all choices, sorted by expert
     float *gathered, *expert_out;     // [rows][dim or wide] what experts read; their results
-    float *latent, *latent_sum;       // [n][wide] input and result of latent experts
+    float *squeezed, *squeezed_sum;   // [n][wide] the experts' input, squeezed; their sum
     float *recurrent;          // [n_recurrent] conv and state of all layers
     size_t n_recurrent;        // floats
     float *saved, *unguessed;  // [n_recurrent] copies: the snapshot; the states before guesses
@@ -1519,7 +1519,7 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // sinks, tied output).
 //
 // To add an architecture: read the values off its reference implementation, add its name to a row
-// that has them, or a new row (the first that fits counts; without .local no layer has a window),
+// that has them, or a new row (the first that fits counts; without .period no layer has a window),
 // and run `./llm model.gguf --info`. Add the name in KEYS to the keys that it reads and not all do,
 // in NEEDS to the tensors that it cannot do without: else such a key is ignored (only those of
 // RoPE, attention and experts are noted), such a tensor may be missing. A number under a new key
@@ -1546,11 +1546,11 @@ enum {   // what only loading needs to know
     SCALE_BY_HEAD = 1 << 6,       // attention scale is 1/hd, not 1/sqrt(hd)
     YARN_SCORES = 1 << 7,         // RoPE scaling sharpens the scores, too
     BOTH_WAYS = 1 << 8,           // a token sees those behind it, too; half a window on each side
-    FULL_FIRST = 1 << 9,          // of `local` layers the first sees all, not the last
+    FULL_FIRST = 1 << 9,          // the first layer of a period sees all, not the last
     LOCAL_SINKS = 1 << 10,        // only windowed layers have sinks
     MAY_BE_PARALLEL = 1 << 11,    // without a norm before it the FFN reads what attention reads
     GATE = 1 << 12,               // attention has gates in a tensor of its own
-    ROPE_PLAIN = 1 << 13,         // all of a head turns, base 10000, unscaled, whatever a file says
+    ROPE_FIXED = 1 << 13,         // all of a head turns, base 10000, unscaled, whatever a file says
     FF_BOTH = 1 << 14,            // feed_forward_length counts gate and up
     HALF_ROTATED = 1 << 15,       // layers that see all rotate half of rope.dimension_count
     QK_NORM_BARE = 1 << 16,       // QK norm without weights in layers with RoPE
@@ -1566,35 +1566,36 @@ typedef struct {
     const char *names;         // "llama* mistral3*"
     Config c;                  // what differs from a Llama's; a file's keys override it
     int flags;
-    uint8_t local;             // every local-th layer sees all, the others a window; 0: every layer
-                               // sees all; NO_LAYER: none does
+    uint8_t period;            // every period-th layer sees all, the others a window; 0: all layers
+                               // see all; NO_LAYER: none does
     uint8_t no_rope;           // every no_rope-th layer has no RoPE
     uint8_t n_layer;           // the row is for models of this many layers; 0: for any
 } Arch;
 
 static const Arch ARCHS[] = {   // the first row with the file's name and size counts
-    {"llama* mistral3* ernie4_5-moe", .c = {.rope = ROPE_PAIRS, .gates_normed = true}},
+    {"llama* mistral3* ernie4_5-moe", .c = {.rope = ROPE_PAIRS, .weights_normed = true}},
     {"llama4*", .c = {.rope = ROPE_PAIRS, .span = 8192, .window = 8192, .gating = GATING_SIGMOID,
      .qk_norm_late = true, .inputs_weighed = true, .sharpen_scale = 0.1f, .sharpen_length = 8192},
-     .flags = QK_NORM_BARE, .local = 4, .no_rope = 4},
+     .flags = QK_NORM_BARE, .period = 4, .no_rope = 4},
     {"maincoder", .c = {.rope = ROPE_PAIRS, .qk_norm_late = true}},
     {"refact", .c = {.rope = ROPE_NONE, .alibi = 8}},
-    {"cogvlm", .flags = ROPE_PLAIN},
-    {"deepseek2-ocr", .flags = ROPE_PLAIN | YARN_SCORES},
+    {"cogvlm", .flags = ROPE_FIXED},
+    {"deepseek2-ocr", .flags = ROPE_FIXED | YARN_SCORES},
     {"eurobert", .flags = BOTH_WAYS},
     {"qwen", .flags = FF_BOTH},
-    {"plamo3", .c = {.rope_base_local = 10000, .local_unscaled = true}, .local = 8},
+    {"plamo3", .c = {.rope_base_local = 10000, .local_unscaled = true}, .period = 8},
     {"muse-glimmer*", .c = {.rope = ROPE_PAIRS, .embd_normed = true, .local_unscaled = true,
-     .logit_cap = 30}, .flags = GATE | LOCAL_ROPE, .local = 4},
-    {"laguna*", .c = {.softplus_gates = true, .local_unscaled = true, .local_plain = true,
-     .gating = GATING_SIGMOID}, .flags = GATE | FULL_FIRST, .local = 4},
-    {"afmoe", .c = {.gating = GATING_SIGMOID}, .flags = GATE | EMBD_SQRT, .local = 4, .no_rope = 4},
-    {"spark2_5", .c = {.act = ACT_GELU}, .flags = GATE, .local = 4},
+     .logit_cap = 30}, .flags = GATE | LOCAL_ROPE, .period = 4},
+    {"laguna*", .c = {.softplus_gates = true, .local_unscaled = true, .local_no_mag = true,
+     .gating = GATING_SIGMOID}, .flags = GATE | FULL_FIRST, .period = 4},
+    {"afmoe", .c = {.gating = GATING_SIGMOID}, .flags = GATE | EMBD_SQRT,
+     .period = 4, .no_rope = 4},
+    {"spark2_5", .c = {.act = ACT_GELU}, .flags = GATE, .period = 4},
     {"step35*", .c = {.gating = GATING_SIGMOID, .rope_base_local = 10000, .local_unscaled = true},
-     .flags = GATE | HALF_ROTATED, .local = 4},
-    {"kimi-linear*", .c = {.rope = ROPE_PAIRS, .gates_normed = true}, .no_rope = 1},
+     .flags = GATE | HALF_ROTATED, .period = 4},
+    {"kimi-linear*", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .no_rope = 1},
     {"bailingmoe3*", .c = {.rope = ROPE_PAIRS}, .flags = GATE},
-    {"llama-embed neo-bert", .c = {.rope = ROPE_PAIRS, .gates_normed = true}, .flags = BOTH_WAYS},
+    {"llama-embed neo-bert", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .flags = BOTH_WAYS},
     {"baichuan", .c = {.rope = ROPE_PAIRS}, .n_layer = 32},
     {"baichuan", .c = {.rope = ROPE_NONE, .alibi = 8}, .n_layer = 40},
     {"baichuan mamba2*", .c = {.rope = ROPE_NONE}},
@@ -1602,57 +1603,59 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
      .c = {.rope = ROPE_PAIRS}},
     {"deci*", .c = {.rope = ROPE_PAIRS}, .flags = FFN_OR_NOTHING},
     {"smollm3", .c = {.rope = ROPE_PAIRS}, .no_rope = 4},
-    {"granite granitehybrid*", .c = {.rope = ROPE_PAIRS, .gates_normed = true},
+    {"granite granitehybrid*", .c = {.rope = ROPE_PAIRS, .weights_normed = true},
      .flags = ROPE_TUNED | LOGIT_DIVIDE},
-    {"granitemoe", .c = {.rope = ROPE_PAIRS, .gates_normed = true}, .flags = LOGIT_DIVIDE},
-    {"granite_swa", .c = {.rope = ROPE_PAIRS, .gates_normed = true},
-     .flags = LOGIT_DIVIDE, .local = 4},
-    {"minicpm", .c = {.rope = ROPE_PAIRS, .gates_normed = true}, .flags = LOGIT_DIVIDE | MUP},
+    {"granitemoe", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .flags = LOGIT_DIVIDE},
+    {"granite_swa", .c = {.rope = ROPE_PAIRS, .weights_normed = true},
+     .flags = LOGIT_DIVIDE, .period = 4},
+    {"minicpm", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .flags = LOGIT_DIVIDE | MUP},
     {"minicpm3", .flags = MUP},
     {"arcee plm", .c = {.act = ACT_RELU2, .rope = ROPE_PAIRS}},
     {"apertus*", .c = {.act = ACT_XIELU}},
     {"olmo", .c = {.norm = NORM_BARE, .rope = ROPE_PAIRS}},
     {"command-r", .c = {.norm = NORM_LAYER, .rope = ROPE_PAIRS}, .flags = MAY_BE_PARALLEL},
     {"cohere2", .c = {.norm = NORM_LAYER, .rope = ROPE_PAIRS},
-     .flags = LOCAL_ROPE | MAY_BE_PARALLEL, .local = 4},
+     .flags = LOCAL_ROPE | MAY_BE_PARALLEL, .period = 4},
     {"cohere2moe*", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID},
-     .flags = LOCAL_ROPE | FULL_FIRST | MAY_BE_PARALLEL | SHARED_AVERAGED, .local = 4},
-    {"exaone4", .c = {.window = 4096}, .flags = LOCAL_ROPE, .local = 4, .n_layer = 64},
+     .flags = LOCAL_ROPE | FULL_FIRST | MAY_BE_PARALLEL | SHARED_AVERAGED, .period = 4},
+    {"exaone4", .c = {.window = 4096}, .flags = LOCAL_ROPE, .period = 4, .n_layer = 64},
     {"phi3* qwen2* qwen3* exaone exaone4 olmoe openelm qwen2moe seed_oss", .flags = 0},
     {"bailingmoe2 paddleocr pangu-embedded qwen2vl", .flags = 0},
     {"plamo", .flags = MAY_BE_PARALLEL},
     {"qwen3vl", .c = {.sections_mixed = true}},
     {"glm4moe* dots1 hy_v3", .c = {.gating = GATING_SIGMOID}},
-    {"exaone-moe", .flags = LOCAL_ROPE, .local = 4},
-    {"smallthinker", .c = {.act = ACT_RELU, .gates_normed = true, .routed_first = true},
-     .flags = FULL_FIRST | WINDOW_SET, .local = 4, .n_layer = 4},
-    {"smallthinker*", .c = {.act = ACT_RELU, .gates_normed = true, .routed_first = true},
-     .flags = FULL_FIRST | WINDOW_SET | LOCAL_ROPE, .local = 4},
-    {"maple*", .c = {.gates_normed = true, .limit_first = true}, .flags = LOCAL_ROPE, .local = 4},
-    {"mellum", .local = 4,
-     .c = {.gates_normed = true, .local_unscaled = true, .local_plain = true}},
-    {"mimo2", .c = {.gates_normed = true, .gating = GATING_SIGMOID, .rope_base_local = 10000,
-     .local_unscaled = true}, .flags = LOCAL_SINKS, .local = 6},
-    {"minimax-m2", .c = {.gates_normed = true, .gating = GATING_SIGMOID}},
-    {"phimoe* qwen3moe* qwen3next* lfm2moe*", .c = {.gates_normed = true}},
-    {"qwen3vlmoe", .c = {.gates_normed = true, .sections_mixed = true}},
-    {"qwen35* qwen35moe", .c = {.key_tiled = true, .gates_normed = true, .sections_mixed = true}},
-    {"hunyuan-dense hunyuan-moe hunyuan_vl", .c = {.qk_norm_late = true, .gates_normed = true}},
-    {"olmo2", .c = {.local_unscaled = true, .local_plain = true}, .local = 4},
-    {"gpt-oss*", .c = {.act = ACT_SWIGLU_OAI, .gates_normed = true}, .local = 2},
+    {"exaone-moe", .flags = LOCAL_ROPE, .period = 4},
+    {"smallthinker", .c = {.act = ACT_RELU, .weights_normed = true, .routed_first = true},
+     .flags = FULL_FIRST | WINDOW_SET, .period = 4, .n_layer = 4},
+    {"smallthinker*", .c = {.act = ACT_RELU, .weights_normed = true, .routed_first = true},
+     .flags = FULL_FIRST | WINDOW_SET | LOCAL_ROPE, .period = 4},
+    {"maple*", .c = {.weights_normed = true, .limit_first = true},
+     .flags = LOCAL_ROPE, .period = 4},
+    {"mellum", .period = 4,
+     .c = {.weights_normed = true, .local_unscaled = true, .local_no_mag = true}},
+    {"mimo2", .c = {.weights_normed = true, .gating = GATING_SIGMOID, .rope_base_local = 10000,
+     .local_unscaled = true}, .flags = LOCAL_SINKS, .period = 6},
+    {"minimax-m2", .c = {.weights_normed = true, .gating = GATING_SIGMOID}},
+    {"phimoe* qwen3moe* qwen3next* lfm2moe*", .c = {.weights_normed = true}},
+    {"qwen3vlmoe", .c = {.weights_normed = true, .sections_mixed = true}},
+    {"qwen35* qwen35moe", .c = {.key_tiled = true, .weights_normed = true, .sections_mixed = true}},
+    {"hunyuan-dense hunyuan-moe hunyuan_vl", .c = {.qk_norm_late = true, .weights_normed = true}},
+    {"olmo2", .c = {.local_unscaled = true, .local_no_mag = true}, .period = 4},
+    {"gpt-oss*", .c = {.act = ACT_SWIGLU_OAI, .weights_normed = true}, .period = 2},
     {"gemma*", .c = {.act = ACT_GELU}, .flags = EMBD_SQRT},
     {"gemma2*", .c = {.act = ACT_GELU, .window = 4096, .attn_cap = 50, .logit_cap = 30},
-     .flags = EMBD_SQRT | SCALE_BY_DIM, .local = 2, .n_layer = 46},
+     .flags = EMBD_SQRT | SCALE_BY_DIM, .period = 2, .n_layer = 46},
     {"gemma2*", .c = {.act = ACT_GELU, .window = 4096, .attn_cap = 50, .logit_cap = 30},
-     .flags = EMBD_SQRT, .local = 2},
+     .flags = EMBD_SQRT, .period = 2},
     {"gemma3*", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true},
-     .flags = EMBD_SQRT | SCALE_BY_DIM, .local = 6, .n_layer = 62},
+     .flags = EMBD_SQRT | SCALE_BY_DIM, .period = 6, .n_layer = 62},
     {"gemma3*", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true},
-     .flags = EMBD_SQRT, .local = 6},
+     .flags = EMBD_SQRT, .period = 6},
     {"gemma-embedding", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true},
-     .flags = EMBD_SQRT | BOTH_WAYS, .local = 6},
+     .flags = EMBD_SQRT | BOTH_WAYS, .period = 6},
     {"gemma4*", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true,
-     .values_normed = true, .logit_cap = 30, .gates_normed = true}, .flags = EMBD_SQRT, .local = 6},
+     .values_normed = true, .logit_cap = 30, .weights_normed = true},
+     .flags = EMBD_SQRT, .period = 6},
     {"deepseek2*", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID},
      .flags = YARN_LOG, .n_layer = 47},
     {"deepseek2*", .c = {.rope = ROPE_PAIRS}, .flags = YARN_LOG},
@@ -1661,12 +1664,12 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"orion stablelm", .c = {.norm = NORM_LAYER}, .flags = MAY_BE_PARALLEL},
     {"codeshell falcon gptneox phi2 starcoder2", .c = {.norm = NORM_LAYER, .act = ACT_GELU},
      .flags = MAY_BE_PARALLEL},
-    {"dbrx", .c = {.norm = NORM_LAYER, .gates_normed = true}},
+    {"dbrx", .c = {.norm = NORM_LAYER, .weights_normed = true}},
     {"nemotron jais2", .c = {.norm = NORM_LAYER, .act = ACT_RELU2}},
     {"nemotron_h nemotron_h_moe*", .c = {.rope = ROPE_NONE, .act = ACT_RELU2,
      .gating = GATING_SIGMOID}},
     {"falcon-h1*", .flags = 0},
-    {"lfm2", .local = NO_LAYER},
+    {"lfm2", .period = NO_LAYER},
     {"gpt2 starcoder mpt*", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope = ROPE_NONE}},
     {"jais*", .c = {.norm = NORM_LAYER, .rope = ROPE_NONE}, .flags = SCALE_BY_HEAD},
     {"bloom", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope = ROPE_NONE, .alibi = 8}},
@@ -1676,7 +1679,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"nomic-bert*", .c = {.norm = NORM_LAYER, .encoder = true}},
     {"nomic-bert-moe* jina-bert-v3", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .encoder = true}},
     {"modern-bert", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope_base_local = 10000,
-     .local_unscaled = true}, .flags = BOTH_WAYS | FULL_FIRST, .local = 3},
+     .local_unscaled = true}, .flags = BOTH_WAYS | FULL_FIRST, .period = 3},
 };
 
 // Ollama has names of its own for architectures and tensors. Files of some name a wrong
@@ -1707,7 +1710,7 @@ static const Alias *find_alias(const Gguf *g) {   // of the file's architecture;
 // What a file says and only loading needs.
 typedef struct {
     int n_layer_mtp;           // layers after the others that predict further tokens: not run
-    int n_shared;              // the last n_shared layers read the caches of earlier ones
+    int n_borrow;              // the last n_borrow layers read the caches of earlier ones
     int pattern;               // which layers have a window: a period, or yes or no for this one
     int n_rotated;             // the first layers, which have RoPE although they see all
     bool loops_bare;           // no norm of the stream between loops
@@ -1766,7 +1769,7 @@ static const Key KEYS[] = {
     {"attention.key_length_mla", INT, CONFIG(latent_hd), 0, 4096, ALL},
     {"attention.value_length_mla", INT, CONFIG(latent_vd), 0, 4096, ALL},
     {"attention.kv_lora_rank", INT, CONFIG(lora), 0, MOST_LATENT, ALL},
-    {"attention.shared_kv_layers", INT, HINT(n_shared), 0, 1 << 14, "gemma4"},
+    {"attention.shared_kv_layers", INT, HINT(n_borrow), 0, 1 << 14, "gemma4"},
     {"embedding_length_per_layer_input", INT, CONFIG(per_layer), 0, 1 << 16, "gemma4"},
     {"attention.sliding_window", INT, CONFIG(window), 0, INT_MAX,
      "all cohere2* cohere2moe* gemma-embedding* gpt-oss* maple* spark2_5* step35*"},
@@ -1826,10 +1829,10 @@ static const Key KEYS[] = {
      "afmoe bailingmoe2* bailingmoe3* cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "
      "exaone-moe glm-dsa glm4moe hy_v3 kimi-linear* laguna lfm2moe* minimax-m2 mistral4 "
      "smallthinker* step35"},
-    {"expert_weights_norm", BOOL, CONFIG(gates_normed), 0, 1,
+    {"expert_weights_norm", BOOL, CONFIG(weights_normed), 0, 1,
      "afmoe bailingmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "
      "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 nemotron_h_moe step35"},
-    {"expert_weights_scale", REAL, CONFIG(gates_scale), ANY,
+    {"expert_weights_scale", REAL, CONFIG(weights_scale), ANY,
      "afmoe bailingmoe bailingmoe2 bailingmoe3 cohere2moe deepseek deepseek2 deepseek2-ocr "
      "deepseek32 dots1 exaone-moe glm-dsa glm4moe hy_v3 kimi-linear laguna mistral4 "
      "nemotron_h_moe step35"},
@@ -1961,7 +1964,7 @@ static void load_keys(Loader *ld, Layer *layer) {
         bool required = behind && *behind == '*';
         if (k->by_layer != (layer != NULL)) continue;
         bool scores = ld->arch->flags & YARN_SCORES && strstr(k->key, "rope.scal");
-        if (ld->arch->flags & ROPE_PLAIN && strstr(k->key, "rope.") && !scores) continue;
+        if (ld->arch->flags & ROPE_FIXED && strstr(k->key, "rope.") && !scores) continue;
         if (!behind && !find_str(all, k->archs)) continue;
         void *field = place[k->place] + k->at;
         double x = 0;
@@ -2093,7 +2096,7 @@ static void load_latent(Loader *ld, Layer *w);
 static void derive_latent(Config *c, uint64_t flags);
 static void load_inputs(Loader *ld, Layer *w);
 static bool load_recurrent(Loader *ld, Layer *w);
-static bool load_shared(Loader *ld, Layer *w);
+static bool load_source(Loader *ld, Layer *w);
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
@@ -2132,7 +2135,7 @@ static void load_attention(Loader *ld, Layer *w) {
         refuse(ld, "layer %d: %d heads of %d and %d values cannot share %d KV heads", ld->l,
                w->n_head, w->hd, w->vd, w->n_kv);
     if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
-    bool shares = load_shared(ld, w);
+    bool shares = load_source(ld, w);
     // a gated model says so by its q alone: the rows of each head are query, then gate
     if (!(ld->arch->flags & GATE) && first && w->hd == w->vd &&
         first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;
@@ -2224,7 +2227,7 @@ static void load_window(Loader *ld, Layer *w) {
     const Arch *a = ld->arch;
     const Meta *key = arch_meta(ld, "attention.sliding_window_pattern");
     int pattern = ld->hints.pattern;   // a period, or this layer's yes or no
-    bool windows = a->local && c->window, sees_all = !pattern;
+    bool windows = a->period && c->window, sees_all = !pattern;
     if (!key || key->type != GGUF_ARR) {
         int full = a->flags & FULL_FIRST ? 0 : pattern - 1;   // which layer of a period
         sees_all = pattern && ld->l % pattern == full;
@@ -2243,7 +2246,7 @@ static void load_window(Loader *ld, Layer *w) {
 static void load_layer(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Arch *a = ld->arch;
-    ld->hints.pattern = a->local == NO_LAYER ? 0 : a->local;
+    ld->hints.pattern = a->period == NO_LAYER ? 0 : a->period;
     w->rotated = true;
     w->source = ld->l;
     load_keys(ld, w);
@@ -2441,7 +2444,7 @@ static void derive_rope(Loader *ld) {
     if (c->section[0] && !strcmp(c->name, "glm4")) c->rope = ROPE_HALVES;   // GLM-OCR
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
     derive_latent(c, flags);
-    if (flags & ROPE_PLAIN) c->rope_factor = c->rope_mag = 1;
+    if (flags & ROPE_FIXED) c->rope_factor = c->rope_mag = 1;
     if (!c->sharpen_length) c->sharpen_length = c->n_ctx_orig;
     if (!h->hd_local) h->hd_local = c->hd;
     if (!h->vd_local) h->vd_local = c->vd;
@@ -2495,7 +2498,8 @@ static void load_config(Loader *ld) {
     c->pooling = -1;
     c->rope_base = 10000;   // what neither row nor file may say
     c->yarn_fast = 32;
-    c->rope_factor = c->rope_mag = c->yarn_slow = c->gates_scale = c->value_scale = c->n_loops = 1;
+    c->rope_factor = c->rope_mag = c->yarn_slow = c->n_loops = 1;
+    c->weights_scale = c->value_scale = 1;
     if (!c->gating) c->gating = GATING_SOFTMAX;
     load_keys(ld, NULL);                      // first the sizes
     if (ld->ok) imply_config(c, ld->arch);    // then what follows from them
@@ -2674,7 +2678,7 @@ static float rope_scaling(const Model *m, int kind, int window, double *freq) {
         freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
     }
     double longer = yarn && scale < 1 ? 0.1 * log(1 / scale) : 0;
-    float mag = kind == WINDOWED && c->local_plain ? 1 : c->rope_mag;
+    float mag = kind == WINDOWED && c->local_no_mag ? 1 : c->rope_mag;
     return mag * (1 + longer) / (1 + c->yarn_log * longer);
 }
 
@@ -2955,12 +2959,12 @@ static void load_experts(Loader *ld, Layer *w) {
     w->router = load_unscaled(ld, "!ffn_gate_inp", c->dim, n, 1);   // its .scale is of its input
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
     if (!w->router_bias) w->router_bias = load_vector(ld, "exp_probs_b", "", n);
-    w->latent_down = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
-    bool latent = w->latent_down.data, gated = c->act != ACT_RELU2;
-    int wide = latent ? w->latent_down.rows : c->dim;   // of an expert's input
-    if (latent && (gated || find_tensor(ld, "ffn_gate_inp", ".scale")))
+    w->squeeze = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
+    bool squeezed = w->squeeze.data, gated = c->act != ACT_RELU2;
+    int wide = squeezed ? w->squeeze.rows : c->dim;   // of an expert's input
+    if (squeezed && (gated || find_tensor(ld, "ffn_gate_inp", ".scale")))
         refuse(ld, "layer %d: latent experts with a gate or beside a dense FFN", ld->l);
-    if (latent) w->latent_up = load_matrix(ld, "!ffn_latent_up", wide, c->dim, 1);
+    if (squeezed) w->unsqueeze = load_matrix(ld, "!ffn_latent_up", wide, c->dim, 1);
     if (c->act == ACT_SWIGLU_OAI && find_tensor(ld, sparse.both, ".weight"))
         refuse(ld, "tensor %s%s: gate and up are interleaved, as in Ollama's first gpt-oss; get or "
                    "make another file", ld->prefix, sparse.both);
@@ -2985,7 +2989,7 @@ static void load_experts(Loader *ld, Layer *w) {
         w->down.scale = scaled(ld, w->down.scale, n, 0.5f);
         w->shared_down.scale = scaled(ld, w->shared_down.scale, 1, 0.5f);
     }
-    if (latent && w->shared_router.data)
+    if (squeezed && w->shared_router.data)
         refuse(ld, "layer %d: latent experts beside a weighed one", ld->l);
 }
 
@@ -3027,7 +3031,7 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
     int n_expert = c->n_expert, n_used = w->n_used;
     float *p = s->route + i * n_expert, *weight = s->weight + i * n_used;
     int32_t *chosen = s->chosen + i * n_used;
-    float score[MOST_EXPERTS], top = p[0], all = 0, scores = 0, sum = 0, scale = c->gates_scale;
+    float score[MOST_EXPERTS], top = p[0], all = 0, scores = 0, sum = 0, scale = c->weights_scale;
     bool sigmoid = c->gating == GATING_SIGMOID;
     for (int e = 1; e < n_expert; e++) top = fmaxf(top, p[e]);
     for (int e = 0; e < n_expert; e++) {
@@ -3051,7 +3055,7 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
         weight[k] = p[chosen[k]];
         sum += weight[k];
     }
-    if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);   // 2^-14
+    if (c->weights_normed) scale /= fmaxf(sum, 6.103515625e-5f);   // 2^-14
     if (isnan(scores)) scale = NAN;   // a NaN may not be chosen: nobody would notice
     for (int k = 0; k < n_used; k++) weight[k] *= scale;
 }
@@ -3070,7 +3074,7 @@ static void gather_row(Session *s, const void *arg, size_t i) {
     const int32_t *order = arg;
     const Layer *w = &s->m->layers[s->l];
     size_t dim = w->down.rows, token = order[i] / w->n_used;
-    const float *from = w->latent_down.data ? s->latent : s->normed;
+    const float *from = w->squeeze.data ? s->squeezed : s->normed;
     memcpy(s->gathered + i * dim, from + token * dim, dim * sizeof *from);
     if (s->m->config.inputs_weighed) scale(s->gathered + i * dim, dim, s->weight[order[i]]);
 }
@@ -3150,11 +3154,11 @@ static void add_shared_row(Session *s, const void *arg, size_t i) {
 static void experts(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     int n = s->n, rows = n * w->n_used, limit = larger(n, w->n_used);
-    bool latent = w->latent_down.data;
-    float *sum = latent ? s->latent_sum : s->out;
+    bool squeezed = w->squeeze.data;
+    float *sum = squeezed ? s->squeezed_sum : s->out;
     if (w->router_norm.w) each_row(s, norm_row, &w->router_norm, n);
     if (!s->m->config.routed_first) product(s, &w->router, s->normed, s->route);
-    if (latent) product(s, &w->latent_down, s->normed, s->latent);
+    if (squeezed) product(s, &w->squeeze, s->normed, s->squeezed);
     if (w->expert_norm.w) each_row(s, norm_row, &w->expert_norm, n);
     each_row(s, choose_experts, w, n);
     if (!s->op_scratch.base) count_experts(s, limit);
@@ -3163,7 +3167,7 @@ static void experts(Session *s) {
         memset(sum, 0, (size_t)n * w->down.rows * sizeof *s->out);
         for (int i = 0; i < rows;) i += run_experts(s, s->order + i, rows - i, limit, sum);
     }
-    if (latent) product(s, &w->latent_up, s->latent_sum, s->out);
+    if (squeezed) product(s, &w->unsqueeze, s->squeezed_sum, s->out);
     if (!w->shared_up.data) return;
     if (w->expert_norm.w) each_row(s, norm_row, &w->ffn_norm, n);   // the input as it was
     if (w->shared_router.data) product(s, &w->shared_router, s->normed, s->route);
@@ -3314,7 +3318,7 @@ static void delta_gates_row(Session *s, const void *arg, size_t i) {
     int share = c->n_value / c->n_key;   // value heads of a key head
     int each = larger(c->kda, 1);        // decays of a value head
     float *decay = s->decay + i * c->n_value * each;
-    float *write = s->write_gate + i * c->n_value;
+    float *write = s->strength + i * c->n_value;
     for (int h = 0; w->mixer == MIX_DELTA && h < 2 * c->n_key; h++) {
         float *x = mix + (size_t)h * c->dk, length = sqrtf(sum16(x, c->dk, 0, true) + c->eps);
         float scale = (h < c->n_key ? 1 / sqrtf(c->dk) : 1) / length;
@@ -3366,7 +3370,7 @@ static __attribute__((unused)) void plain_memory(Session *s, const Layer *w, siz
             float stored = 0, out = asks ? 0 : in.v[r] * w->skip[h];
             for (int j = 0; j < dk; j++) S[j * DELTA_ROWS] *= g[c->kda ? j : 0];
             for (int j = 0; asks && j < dk; j++) stored += S[j * DELTA_ROWS] * in.k[j];
-            float write = (in.v[r] - stored) * s->write_gate[head];
+            float write = (in.v[r] - stored) * s->strength[head];
             for (int j = 0; j < dk; j++) S[j * DELTA_ROWS] += write * in.k[j];
             for (int j = 0; j < dk; j++) out += S[j * DELTA_ROWS] * in.q[j];
             s->att[head * c->dv + r] = out;
@@ -3471,7 +3475,7 @@ static void recurrent_products(Session *s, const Layer *w, float *mix) {
     else if (w->mixer == MIX_CONV) in[k++] = (Matmul){&w->alpha, s->normed, s->att, n};   // a gate
     else in[k++] = (Matmul){&w->alpha, s->normed, s->decay, n};
 
-    if (w->beta.data) in[k++] = (Matmul){&w->beta, s->normed, s->write_gate, n};
+    if (w->beta.data) in[k++] = (Matmul){&w->beta, s->normed, s->strength, n};
     matmul(s->pool, &s->op_scratch, in, k);
     if (two) product(s, &w->alpha, alpha_a, s->decay);
     if (z_two) product(s, &w->z, z_a, s->z);
@@ -3653,10 +3657,10 @@ static void mix_tokens(Session *s) {
 //   e_l = (norm(P x / sqrt(dim))_l + sqrt(p) T[id]_l) / sqrt(2)
 //   x += norm(Proj (act(Gate x) * e_l))
 
-static bool load_shared(Loader *ld, Layer *w) {   // sets w->source; does the layer share a cache?
+static bool load_source(Loader *ld, Layer *w) {   // sets w->source; does the layer share a cache?
     const Config *c = &ld->m->config;
-    int n_shared = ld->hints.n_shared;
-    int n_cached = larger(larger(c->n_layer, n_shared) - n_shared, 1);
+    int n_borrow = ld->hints.n_borrow;
+    int n_cached = larger(larger(c->n_layer, n_borrow) - n_borrow, 1);
     if (ld->l < n_cached || w->mixer) return false;
     const Layer *all = ld->m->layers, *from = &all[n_cached - 1];
     while (from > all && !from->window != !w->window) from--;
@@ -3732,7 +3736,7 @@ static void *arena_take(Arena *a, uint64_t count, uint64_t size) {
 }
 
 // floats that a token takes at most
-typedef struct { uint64_t q, k, v, att, mix, z, ff, latent; } Widths;
+typedef struct { uint64_t q, k, v, att, mix, z, ff, squeezed; } Widths;
 
 // Widens `most`, floats of a token, so that layer w fits.
 static void widen(Widths *most, const Config *c, const Layer *w) {
@@ -3744,7 +3748,7 @@ static void widen(Widths *most, const Config *c, const Layer *w) {
     most->att = larger(most->att, (size_t)w->n_head * w->vd);
     most->ff = larger(most->ff, larger(w->ff, w->shared_up.rows));
     most->ff = larger(most->ff, c->per_layer);
-    most->latent = larger(most->latent, w->latent_down.rows);
+    most->squeezed = larger(most->squeezed, w->squeeze.rows);
     // gates of attention; latent attention: inputs of q, of k_b and of o
     most->mix = larger(most->mix, 2 * gates);
     if (w->k_b.data) most->mix = larger(most->mix, larger(w->q.rows, w->o.cols));
@@ -3761,17 +3765,17 @@ static void plan_mixers(Session *s, Arena *a, const Widths *most) {
     s->z = arena_take(a, n * most->z, f);
     s->beta_alpha = arena_take(a, n * 2 * c->n_value, f);
     s->decay = arena_take(a, n * c->n_value * larger(c->kda, 1), f);
-    s->write_gate = arena_take(a, n * c->n_value, f);
+    s->strength = arena_take(a, n * c->n_value, f);
 }
 
 static void plan_experts(Session *s, Arena *a, const Widths *most) {
     const Config *c = &s->m->config;
     uint64_t n = s->o.chunk, rows = larger(n, c->n_used), f = sizeof(float);
-    uint64_t wide = c->n_expert ? larger(c->dim, most->latent) : 0;   // of an expert's input
+    uint64_t wide = c->n_expert ? larger(c->dim, most->squeezed) : 0;   // of an expert's input
     s->gathered = arena_take(a, rows * wide, f);
     s->expert_out = arena_take(a, rows * wide, f);
-    s->latent = arena_take(a, n * most->latent, f);
-    s->latent_sum = arena_take(a, n * most->latent, f);
+    s->squeezed = arena_take(a, n * most->squeezed, f);
+    s->squeezed_sum = arena_take(a, n * most->squeezed, f);
     s->chosen = arena_take(a, n * c->n_used, sizeof *s->chosen);
     s->order = arena_take(a, n * c->n_used, sizeof *s->order);
     s->weight = arena_take(a, n * c->n_used, f);
@@ -7777,7 +7781,7 @@ INLINE void fast_memory(Session *s, const Layer *w, size_t strip, bool asks, boo
             memcpy(write, value, bytes);
             UNROLL for (int v = 0; v < V; v++) {
                 if (!asks) out[v] = write[v] * w->skip[h];
-                write[v] = (write[v] - (by_column ? asked[v] : asked[v] * *g)) * s->write_gate[at];
+                write[v] = (write[v] - (by_column ? asked[v] : asked[v] * *g)) * s->strength[at];
             }
             for (int j = 0; j < dk; j++)
                 UNROLL for (int v = 0; v < V; v++) {
