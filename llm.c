@@ -271,7 +271,10 @@ typedef struct {
 } Model;
 
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
-enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI, ACT_RELU, ACT_XIELU };
+// A new activation goes here and into activation_of and activate (section 15), load_ffn (has it a
+// gate?), a row of ARCHS and print_info; for a GPU into NUMBERS_OF_LLM and activation of
+// kernels.metal; into reference_activation of test.c. Asserts and tests ask for what is missing.
+enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI, ACT_RELU, ACT_XIELU, ACT_COUNT };
 enum { FULL, WINDOWED };   // kinds of layers: FULL ones see Options.window, others Layer.window
 
 // ---- 3. the types of a session ----
@@ -1148,9 +1151,9 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
 // In: the path of a file. Out: a Model, most of whose weights point into the mapped file, or one
 // line that says what is wrong. Read ARCHS and KEYS first (section 12): these two tables, and which
 // tensors a file has, say what a model is. Section 11 reads the file's lists of keys and tensors.
-// Section 13 fills Config and each Layer from them: model_load, weights_load, load_layer; what only
-// blocks of other families have, the load_ functions of Part III find. Where a caller puts words in
-// front of what an inner function says, that one has an Error of its own, `why`.
+// Section 13 fills Config and each Layer from them: model_load, weights_load, load_layer. Load_
+// functions of Part III load what only other families have. A caller that prefixes an inner
+// function's message passes it a separate Error, `why`.
 
 #include <errno.h>             // what Part I does not need
 #include <fcntl.h>
@@ -1175,10 +1178,10 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
 //
 // The file is not trusted. The cursor that reads it fails once and stays failed, so that one check
 // at the end of a step is enough; no count may exceed what the file's bytes could hold; each tensor
-// must lie inside the file. Strings and weights are pointers into it; what loading must change is
-// copied (keep_memory).
+// must lie inside the file. Strings and weights point into the file; loading copies what it must
+// change (keep_memory).
 
-// realloc for so many items; also NULL if their bytes are more than a size_t counts
+// realloc for count items; NULL also where their bytes overflow a size_t
 static void *resize(void *p, uint64_t count, size_t size) {
     return count > SIZE_MAX / size ? NULL : realloc(p, count * size);
 }
@@ -1213,9 +1216,9 @@ static bool str_cut(Str *s, const char *head) {   // takes head off the front, i
     return true;
 }
 
-// Finds a word in a list such as "llama* mistral3* ernie4_5-moe". A star behind a word is the
-// caller's to read: in ARCHS it says verified, in KEYS required. Returns a pointer behind the word,
-// to a star, a blank or the end; NULL if the list lacks it.
+// Finds a word in a list such as "llama* mistral3* ernie4_5-moe". Returns a pointer to what follows
+// the word, a star, a blank or the end; NULL if the list lacks the word. The caller gives the star
+// its meaning: the name of a verified model in ARCHS, of one that needs the key in KEYS.
 static const char *find_str(Str word, const char *words) {
     if (!word.n || memchr(word.s, 0, word.n) || memchr(word.s, ' ', word.n)) return NULL;
     while (words) {
@@ -1383,7 +1386,7 @@ static double meta_float(const Meta *m, uint64_t i) {
     }
 }
 
-static int64_t meta_int(const Meta *m, uint64_t i) {   // to +-1e15, which a double holds exactly
+static int64_t meta_int(const Meta *m, uint64_t i) {   // within +-1e15, where doubles are exact
     return fmin(fmax(meta_float(m, i), -1e15), 1e15);
 }
 
@@ -1445,7 +1448,7 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     if (t) g->tensors = t;
     if (!m || !t) return fail(e, "out of memory");
 
-    m += g->n_meta;      // this part's entries stand behind those of the parts before it
+    m += g->n_meta;      // the entries of this part follow those of earlier parts
     t += g->n_tensors;
     for (size_t k = 0; k < n_meta; k++)
         if (!read_meta(&in, &m[k], &why))
@@ -1464,8 +1467,8 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
         if (!read_tensor(&in, &t[k], align, &why))
             return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
     size_t start = (in.p - map->base + align - 1) / align * align;   // where the data begin
-    // Each tensor begins where the one before it ends. Otherwise that one has another size than its
-    // type and shape say, and would be read wrongly.
+    // Each tensor must begin where the one before it ends. A gap means that the earlier tensor has
+    // another size than its type and shape say, so that we would misread it.
     if (n_tensors && t->offset) return fail(e, "tensor %.*s: not at offset 0", STR_ARG(t->name));
     for (size_t k = 1; k < n_tensors; k++) {
         double room = (double)t[k].offset - t[k - 1].offset, size = tensor_bytes(&t[k - 1]);
@@ -1514,24 +1517,25 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // ---- 12. architectures ----
 //
 // Two tables and a file's tensors say what a model is. A row of ARCHS says how an architecture
-// differs from a plain Llama. KEYS lists most numbers that a file gives, and who reads them. Which
-// tensors there are says the rest (biases, QK norms, post-norms, fused QKV or gate-up, experts,
-// sinks, tied output).
+// differs from a plain Llama. A row of KEYS is a number that files give, with the architectures
+// that read it. The tensors of a file say the rest (biases, QK norms, post-norms, fused QKV or
+// gate-up, experts, sinks, tied output).
 //
-// To add an architecture: read the values off its reference implementation, add its name to a row
-// that has them, or a new row (the first that fits counts; without .period no layer has a window),
-// and run `./llm model.gguf --info`. Add the name in KEYS to the keys that it reads and not all do,
-// in NEEDS to the tensors that it cannot do without: else such a key is ignored (only those of
-// RoPE, attention and experts are noted), such a tensor may be missing. A number under a new key
-// gets a row in KEYS, a tensor under a new name a line in its block's load_ function, a new
-// difference a field of Config, or a flag if only loading needs it; what a GPU lacks, gpu_lacks in
-// metal.c says. Then add a row to SHAPES in test.c, whose tests ask for what is left. RoPE
-// pairing is the usual mistake, and position 0 cannot show it.
+// To add an architecture:
+//   1. Read the values off its reference implementation. Add its name to a row of ARCHS that has
+//      them, or add a row. The first row that fits counts; without .period no layer has a window.
+//   2. Add the name to the rows of KEYS whose keys it reads, unless all architectures read them:
+//      other keys are ignored, and only those of RoPE, attention and experts are noted.
+//   3. Add the name to the rows of NEEDS: otherwise such a tensor may be missing.
+//   4. A number under a new key gets a row in KEYS; a tensor under a new name gets a line in the
+//      load_ function of its block; a new difference gets a field of Config, or a flag if only
+//      loading needs it. What a GPU cannot run, gpu_lacks in metal.c names.
+//   5. Add a row to SHAPES in test.c, whose tests ask for what is left.
+// RoPE's pairing is the usual mistake, and position 0 cannot show it.
 //
 // Every row was measured against llama.cpp on random f32 models: logits agree to an NMSE of 1e-6.
-// golden/ has llama.cpp's logits for the names with a star.
-//
-// KEYS and the names of tensors are as the files are: there is no rule behind them to look for.
+// golden/ has llama.cpp's logits for the names with a star. The keys and the names of tensors
+// follow no rule.
 
 enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };   // Layer.mixer
 enum { GATING_SOFTMAX = 1, GATING_SIGMOID };         // Config.gating
@@ -1545,7 +1549,7 @@ enum {   // what only loading needs to know
     SCALE_BY_DIM = 1 << 5,        // attention scale is 1/sqrt(dim / n_head), not 1/sqrt(hd)
     SCALE_BY_HEAD = 1 << 6,       // attention scale is 1/hd, not 1/sqrt(hd)
     YARN_SCORES = 1 << 7,         // RoPE scaling sharpens the scores, too
-    BOTH_WAYS = 1 << 8,           // a token sees those behind it, too; half a window on each side
+    BOTH_WAYS = 1 << 8,           // a token also sees later ones: half a window on each side
     FULL_FIRST = 1 << 9,          // the first layer of a period sees all, not the last
     LOCAL_SINKS = 1 << 10,        // only windowed layers have sinks
     MAY_BE_PARALLEL = 1 << 11,    // without a norm before it the FFN reads what attention reads
@@ -1555,7 +1559,7 @@ enum {   // what only loading needs to know
     HALF_ROTATED = 1 << 15,       // layers that see all rotate half of rope.dimension_count
     QK_NORM_BARE = 1 << 16,       // QK norm without weights in layers with RoPE
     WINDOW_SET = 1 << 17,         // a window is 4096, whatever the file says
-    SHARED_AVERAGED = 1 << 18,    // of experts and a shared one the mean is taken, not the sum
+    SHARED_AVERAGED = 1 << 18,    // the mean of experts and shared expert is taken, not the sum
     FFN_OR_NOTHING = 1 << 19,     // a layer without an FFN is empty
     YARN_LOG = 1 << 20,           // YARN_SCORES, and YaRN with a yarn_log leaves the cosines alone
 };
@@ -1572,7 +1576,7 @@ typedef struct {
     uint8_t n_layer;           // the row is for models of this many layers; 0: for any
 } Arch;
 
-static const Arch ARCHS[] = {   // the first row with the file's name and size counts
+static const Arch ARCHS[] = {   // the first row with the file's name and n_layer counts
     {"llama* mistral3* ernie4_5-moe", .c = {.rope = ROPE_PAIRS, .weights_normed = true}},
     {"llama4*", .c = {.rope = ROPE_PAIRS, .span = 8192, .window = 8192, .gating = GATING_SIGMOID,
      .qk_norm_late = true, .inputs_weighed = true, .sharpen_scale = 0.1f, .sharpen_length = 8192},
@@ -1619,8 +1623,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"cohere2moe*", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID},
      .flags = LOCAL_ROPE | FULL_FIRST | MAY_BE_PARALLEL | SHARED_AVERAGED, .period = 4},
     {"exaone4", .c = {.window = 4096}, .flags = LOCAL_ROPE, .period = 4, .n_layer = 64},
-    {"phi3* qwen2* qwen3* exaone exaone4 olmoe openelm qwen2moe seed_oss", .flags = 0},
-    {"bailingmoe2 paddleocr pangu-embedded qwen2vl", .flags = 0},
+    {"phi3* qwen2* qwen3* bailingmoe2 exaone exaone4 falcon-h1* olmoe openelm paddleocr "
+     "pangu-embedded qwen2moe qwen2vl seed_oss", .flags = 0},   // as a Llama, but on halves
     {"plamo", .flags = MAY_BE_PARALLEL},
     {"qwen3vl", .c = {.sections_mixed = true}},
     {"glm4moe* dots1 hy_v3", .c = {.gating = GATING_SIGMOID}},
@@ -1668,7 +1672,6 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"nemotron jais2", .c = {.norm = NORM_LAYER, .act = ACT_RELU2}},
     {"nemotron_h nemotron_h_moe*", .c = {.rope = ROPE_NONE, .act = ACT_RELU2,
      .gating = GATING_SIGMOID}},
-    {"falcon-h1*", .flags = 0},
     {"lfm2", .period = NO_LAYER},
     {"gpt2 starcoder mpt*", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope = ROPE_NONE}},
     {"jais*", .c = {.norm = NORM_LAYER, .rope = ROPE_NONE}, .flags = SCALE_BY_HEAD},
@@ -1682,8 +1685,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
      .local_unscaled = true}, .flags = BOTH_WAYS | FULL_FIRST, .period = 3},
 };
 
-// Ollama has names of its own for architectures and tensors. Files of some name a wrong
-// pre-tokenizer (pre) or none, or do not name YaRN (yarn).
+// Ollama has its own names for architectures and tensors. Some of its files name a wrong
+// pre-tokenizer or none (pre is the right one), or scale by YaRN without a word (yarn).
 typedef struct { const char *name, *ours, *pre; bool yarn; } Alias;
 static const Alias ALIASES[] = {
     {"gptoss", "gpt-oss", "gpt-4o", true}, {"glm4moelite", "deepseek2", "glm4", false},
@@ -1700,26 +1703,26 @@ static const char *const TENSOR_ALIASES[][2] = {   // what the name in a file en
     {"post_ffn_norm.weight", "post_ffw_norm.weight"},
 };
 
-static const Alias *find_alias(const Gguf *g) {   // of the file's architecture; NULL: there is none
+static const Alias *find_alias(const Gguf *g) {   // of the file's architecture; NULL: none
     Str name = gguf_str(g, "general.architecture");
     for (size_t i = 0; i < COUNT(ALIASES); i++)
         if (str_eq(name, ALIASES[i].name)) return &ALIASES[i];
     return NULL;
 }
 
-// What a file says and only loading needs.
+// Numbers of a file that only loading needs.
 typedef struct {
     int n_layer_mtp;           // layers after the others that predict further tokens: not run
-    int n_borrow;              // the last n_borrow layers read the caches of earlier ones
-    int pattern;               // which layers have a window: a period, or yes or no for this one
-    int n_rotated;             // the first layers, which have RoPE although they see all
+    int n_borrow;              // this many last layers read the caches of earlier ones
+    int pattern;               // which layers have a window: a period, or this layer's yes or no
+    int n_rotated;             // this many first layers have RoPE although they see all
     bool loops_bare;           // no norm of the stream between loops
     bool side_by_side;         // of all layers
     int hd_local, vd_local;    // hd and vd of windowed layers
     float eps_rms;             // eps of RMSNorm
-    bool rope_tuned;           // no: the file wants no RoPE after all
-    float rope_part;           // of a head that RoPE turns; 0: unsaid
-    float rope_alpha;          // raises the base of RoPE (NTK-aware scaling); 0: not
+    bool rope_tuned;           // false: the model has no RoPE, whatever else the file says
+    float rope_part;           // the part of a head that RoPE turns; 0: the file does not say
+    float rope_alpha;          // raises RoPE's base (NTK-aware scaling); 0: it does not
 } Hints;
 
 // A number that a file gives under its architecture's name, such as "llama.block_count".
@@ -1730,7 +1733,7 @@ typedef struct {
     bool by_layer;             // one number, or an array with one for each layer
     size_t at;                 // offset of the field in its struct
     double low, high;          // the range; a key whose default is below `low` must be in the file
-    const char *archs;         // that read it; those with a star require it
+    const char *archs;         // the architectures that read it; a star: that require it
 } Key;
 
 #define CONFIG(field) IN_CONFIG, false, offsetof(Config, field)
@@ -1738,19 +1741,20 @@ typedef struct {
 #define LAYER(field) IN_LAYER, true, offsetof(Layer, field)
 #define LAYER_HINT(field) IN_HINTS, true, offsetof(Hints, field)
 #define ANY -FLT_MAX, FLT_MAX
-#define ALL "all"
+#define ROUTED "afmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "\
+               "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 step35"   // see expert_ keys
 enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096 };   // of arrays
 
 static const Key KEYS[] = {
-    {"block_count", INT, CONFIG(n_layer), 1, 1 << 14, ALL},
-    {"nextn_predict_layers", INT, HINT(n_layer_mtp), 0, 1 << 14, ALL},
-    {"embedding_length", INT, CONFIG(dim), 1, 1 << 20, ALL},
-    {"context_length", INT, CONFIG(n_ctx), 1, INT_MAX, ALL},
-    {"pooling_type", INT, CONFIG(pooling), -1, 4, ALL},
-    {"attention.layer_norm_epsilon", REAL, CONFIG(eps), 0, 1, ALL},
+    {"block_count", INT, CONFIG(n_layer), 1, 1 << 14, "all"},
+    {"nextn_predict_layers", INT, HINT(n_layer_mtp), 0, 1 << 14, "all"},
+    {"embedding_length", INT, CONFIG(dim), 1, 1 << 20, "all"},
+    {"context_length", INT, CONFIG(n_ctx), 1, INT_MAX, "all"},
+    {"pooling_type", INT, CONFIG(pooling), -1, 4, "all"},
+    {"attention.layer_norm_epsilon", REAL, CONFIG(eps), 0, 1, "all"},
     // RMSNorm's eps under that name, or under its own
     {"attention.layer_norm_epsilon", REAL, HINT(eps_rms), ANY, "nemotron_h nemotron_h_moe"},
-    {"attention.layer_norm_rms_epsilon", REAL, HINT(eps_rms), 0, 1, ALL},
+    {"attention.layer_norm_rms_epsilon", REAL, HINT(eps_rms), 0, 1, "all"},
     {"embedding_scale", REAL, CONFIG(embd_scale), ANY,
      "granite granitehybrid granitemoe granite_swa minicpm"},
     {"residual_scale", REAL, CONFIG(residual_scale), ANY,
@@ -1759,16 +1763,16 @@ static const Key KEYS[] = {
      "granite* granitehybrid granitemoe* granite_swa* minicpm command-r cohere2* cohere2moe* "
      "muse-glimmer*"},
     {"final_logit_softcapping", REAL, CONFIG(logit_cap), ANY, "gemma2 gemma3 gemma4 muse-glimmer"},
-    {"attention.head_count", INT, CONFIG(n_head), 0, 1 << 14, ALL},
-    {"attention.head_count", INT, LAYER(n_head), 0, 1 << 14, ALL},
-    {"attention.head_count_kv", INT, LAYER(n_kv), 0, 1 << 14, ALL},   // 0: see load_layer
-    {"attention.key_length", INT, CONFIG(hd), 0, 4096, ALL},
-    {"attention.value_length", INT, CONFIG(vd), 0, 4096, ALL},
+    {"attention.head_count", INT, CONFIG(n_head), 0, 1 << 14, "all"},
+    {"attention.head_count", INT, LAYER(n_head), 0, 1 << 14, "all"},
+    {"attention.head_count_kv", INT, LAYER(n_kv), 0, 1 << 14, "all"},   // 0: see load_layer
+    {"attention.key_length", INT, CONFIG(hd), 0, 4096, "all"},
+    {"attention.value_length", INT, CONFIG(vd), 0, 4096, "all"},
     {"attention.key_length_swa", INT, HINT(hd_local), 0, 4096, "gemma4*"},
     {"attention.value_length_swa", INT, HINT(vd_local), 0, 4096, "gemma4*"},
-    {"attention.key_length_mla", INT, CONFIG(latent_hd), 0, 4096, ALL},
-    {"attention.value_length_mla", INT, CONFIG(latent_vd), 0, 4096, ALL},
-    {"attention.kv_lora_rank", INT, CONFIG(lora), 0, MOST_LATENT, ALL},
+    {"attention.key_length_mla", INT, CONFIG(latent_hd), 0, 4096, "all"},
+    {"attention.value_length_mla", INT, CONFIG(latent_vd), 0, 4096, "all"},
+    {"attention.kv_lora_rank", INT, CONFIG(lora), 0, MOST_LATENT, "all"},
     {"attention.shared_kv_layers", INT, HINT(n_borrow), 0, 1 << 14, "gemma4"},
     {"embedding_length_per_layer_input", INT, CONFIG(per_layer), 0, 1 << 16, "gemma4"},
     {"attention.sliding_window", INT, CONFIG(window), 0, INT_MAX,
@@ -1779,7 +1783,7 @@ static const Key KEYS[] = {
     {"num_loops", INT, CONFIG(n_loops), 1, 64, "nanbeige"},
     {"skip_loop_final_norm", BOOL, HINT(loops_bare), 0, 1, "nanbeige"},
     {"attention.indexer.top_k", INT, CONFIG(n_exact), 1, INT_MAX, "glm-dsa* deepseek32*"},
-    {"attention.causal", BOOL, CONFIG(causal), 0, 1, ALL},
+    {"attention.causal", BOOL, CONFIG(causal), 0, 1, "all"},
     {"attention.scale", REAL, CONFIG(attn_scale), ANY,
      "granite granitehybrid granitemoe granite_swa"},
     {"attn_logit_softcapping", REAL, CONFIG(attn_cap), ANY, "gemma2"},
@@ -1791,28 +1795,28 @@ static const Key KEYS[] = {
     {"swiglu_clamp_shexp", REAL, LAYER(limit_ffn), ANY, "bailingmoe3 step35"},
     {"attention.temperature_scale", REAL, CONFIG(sharpen_scale), ANY,
      "mistral3 deepseek2 mistral4"},
-    // so says Ollama
+    // Ollama's name
     {"rope.scaling_beta", REAL, CONFIG(sharpen_scale), ANY, "mistral3 deepseek2 mistral4"},
     {"attention.temperature_length", INT, CONFIG(sharpen_length), 0, INT_MAX, "deepseek2 mistral4"},
     {"use_parallel_residual", BOOL, HINT(side_by_side), 0, 1, "gptneox*"},
-    {"rope.dimension_count", INT, CONFIG(n_rot), -1, 4096, ALL},   // -1: all of a head
-    {"rope.partial_rotary_factor", REAL, HINT(rope_part), 0, 1, "glm4"},   // so says Ollama
+    {"rope.dimension_count", INT, CONFIG(n_rot), -1, 4096, "all"},   // -1: all of a head
+    {"rope.partial_rotary_factor", REAL, HINT(rope_part), 0, 1, "glm4"},   // Ollama's name
     {"rope.dimension_count_swa", INT, CONFIG(n_rot_local), 0, 4096,
      "gemma4 afmoe laguna maple muse-glimmer spark2_5 step35"},
     {"rope.swa.dimension_count", INT, CONFIG(n_rot_local), 0, 4096, "laguna"},   // Ollama's names
     {"rope.swa.freq_base", REAL, CONFIG(rope_base_local), ANY, "laguna"},
-    {"rope.freq_base", REAL, CONFIG(rope_base), ANY, ALL},
+    {"rope.freq_base", REAL, CONFIG(rope_base), ANY, "all"},
     {"rope.freq_base_swa", REAL, CONFIG(rope_base_local), ANY,
      "afmoe gemma2 gemma3 gemma4 gemma-embedding gpt-oss laguna llama4 maple mimo2 modern-bert "
      "muse-glimmer plamo3 smallthinker spark2_5 step35"},
     {"rope.global.freq_base", REAL, CONFIG(rope_base), ANY, "gemma3 gemma4"},   // Ollama's names
     {"rope.local.freq_base", REAL, CONFIG(rope_base_local), ANY, "gemma3 gemma4"},
-    {"rope.scale_linear", REAL, CONFIG(rope_factor), ANY, ALL},
-    {"rope.scaling.factor", REAL, CONFIG(rope_factor), ANY, ALL},
-    {"rope.scaling.attn_factor", REAL, CONFIG(rope_mag), ANY, ALL},
+    {"rope.scale_linear", REAL, CONFIG(rope_factor), ANY, "all"},
+    {"rope.scaling.factor", REAL, CONFIG(rope_factor), ANY, "all"},
+    {"rope.scaling.attn_factor", REAL, CONFIG(rope_mag), ANY, "all"},
     {"rope.scaling.alpha", REAL, HINT(rope_alpha), ANY, "hunyuan-dense hunyuan_vl"},
-    {"rope.scaling.finetuned", BOOL, HINT(rope_tuned), 0, 1, ALL},
-    {"rope.scaling.original_context_length", INT, CONFIG(n_ctx_orig), 0, INT_MAX, ALL},
+    {"rope.scaling.finetuned", BOOL, HINT(rope_tuned), 0, 1, "all"},
+    {"rope.scaling.original_context_length", INT, CONFIG(n_ctx_orig), 0, INT_MAX, "all"},
     {"rope.scaling.yarn_beta_fast", REAL, CONFIG(yarn_fast), ANY, "mistral3"},
     {"rope.scaling.yarn_beta_slow", REAL, CONFIG(yarn_slow), ANY, "mistral3"},
     {"rope.scaling.yarn_log_multiplier", REAL, CONFIG(yarn_log), ANY,
@@ -1820,27 +1824,22 @@ static const Key KEYS[] = {
     {"rope.scaling.beta_fast", REAL, CONFIG(yarn_fast), ANY, "mistral3"},   // Ollama's names
     {"rope.scaling.beta_slow", REAL, CONFIG(yarn_slow), ANY, "mistral3"},
     {"rope.scaling.mscale_all_dim", REAL, CONFIG(yarn_log), ANY, "mistral3 deepseek2 mistral4"},
-    {"feed_forward_length", INT, LAYER(ff), 0, 1 << 20, ALL},
-    {"expert_count", INT, CONFIG(n_expert), 0, MOST_EXPERTS, ALL},
-    {"expert_used_count", INT, LAYER(n_used), 0, 4096, ALL},
-    {"expert_group_count", INT, CONFIG(n_group), 0, MOST_GROUPS, ALL},
-    {"expert_group_used_count", INT, CONFIG(n_group_used), 0, MOST_GROUPS, ALL},
-    {"expert_gating_func", INT, CONFIG(gating), 1, 2,
-     "afmoe bailingmoe2* bailingmoe3* cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "
-     "exaone-moe glm-dsa glm4moe hy_v3 kimi-linear* laguna lfm2moe* minimax-m2 mistral4 "
-     "smallthinker* step35"},
+    {"feed_forward_length", INT, LAYER(ff), 0, 1 << 20, "all"},
+    {"expert_count", INT, CONFIG(n_expert), 0, MOST_EXPERTS, "all"},
+    {"expert_used_count", INT, LAYER(n_used), 0, 4096, "all"},
+    {"expert_group_count", INT, CONFIG(n_group), 0, MOST_GROUPS, "all"},
+    {"expert_group_used_count", INT, CONFIG(n_group_used), 0, MOST_GROUPS, "all"},
+    {"expert_gating_func", INT, CONFIG(gating), 1, 2, "bailingmoe2* bailingmoe3* kimi-linear* "
+     "lfm2moe* smallthinker* minimax-m2 " ROUTED},   // a list's first name of a model counts
     {"expert_weights_norm", BOOL, CONFIG(weights_normed), 0, 1,
-     "afmoe bailingmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "
-     "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 nemotron_h_moe step35"},
+     "bailingmoe nemotron_h_moe " ROUTED},
     {"expert_weights_scale", REAL, CONFIG(weights_scale), ANY,
-     "afmoe bailingmoe bailingmoe2 bailingmoe3 cohere2moe deepseek deepseek2 deepseek2-ocr "
-     "deepseek32 dots1 exaone-moe glm-dsa glm4moe hy_v3 kimi-linear laguna mistral4 "
-     "nemotron_h_moe step35"},
-    {"ssm.conv_kernel", INT, CONFIG(conv), 0, MOST_TAPS, ALL},
-    {"ssm.group_count", INT, CONFIG(n_key), 0, 1 << 14, ALL},
-    {"ssm.time_step_rank", INT, CONFIG(n_value), 0, 1 << 14, ALL},
-    {"ssm.state_size", INT, CONFIG(dk), 0, 4096, ALL},
-    {"ssm.inner_size", INT, CONFIG(dv), 0, 1 << 20, ALL},   // of all value heads
+     "bailingmoe deepseek kimi-linear nemotron_h_moe " ROUTED},
+    {"ssm.conv_kernel", INT, CONFIG(conv), 0, MOST_TAPS, "all"},
+    {"ssm.group_count", INT, CONFIG(n_key), 0, 1 << 14, "all"},
+    {"ssm.time_step_rank", INT, CONFIG(n_value), 0, 1 << 14, "all"},
+    {"ssm.state_size", INT, CONFIG(dk), 0, 4096, "all"},
+    {"ssm.inner_size", INT, CONFIG(dv), 0, 1 << 20, "all"},   // of all value heads
     {"shortconv.l_cache", INT, CONFIG(conv), 1, MOST_TAPS, "lfm2* lfm2moe*"},
     {"kda.head_dim", INT, CONFIG(kda), 1, 4096, "kimi-linear* bailingmoe3*"},
     {"kda.gate_lower_bound", REAL, CONFIG(kda_lower), -FLT_MAX, -FLT_MIN, "bailingmoe3*"},
@@ -1854,13 +1853,13 @@ static const Key KEYS[] = {
 #undef LAYER
 #undef LAYER_HINT
 #undef ANY
-#undef ALL
+#undef ROUTED
 
 // keys whose arrays may be longer than the model has layers
 static const char PATTERNS[] = "attention.sliding_window_pattern attention.rope_pattern";
 
-// Tensors that such a model always has, although the engine could run without them: of layers, in
-// the order of attention, FFN, experts and recurrent mixers; then of the model.
+// Tensors that a file of these architectures must have, although the engine could run without them:
+// first of layers (attention, FFN, experts, recurrent mixers), then of the model.
 static const struct { const char *name, *archs; } NEEDS[] = {
     {"attn_norm.weight", "gemma-embedding gemma2 gemma3 gemma4 glm4"},
     {"attn_norm.bias", "bloom codeshell falcon gpt2 gptneox jais jais2 nemotron orion phi2 phimoe "
@@ -1908,7 +1907,10 @@ static const struct { const char *name, *archs; } NEEDS[] = {
 //
 // Binds each weight to its bytes in the file and checks all that forward relies on, so that forward
 // cannot fail. After the first error no tensor is found any more, so one check at the end is
-// enough.
+// enough. Four checks find a file that is not what it says. A "!" before a tensor's name: forward
+// cannot do without it. NEEDS: forward could, but such a model has it. check_neighbours: one layer
+// lacks what its like have. tensor_idle: the tensor is known not to run; any other one that nothing
+// used is an error.
 
 typedef struct {
     Model *m;
@@ -1922,7 +1924,7 @@ typedef struct {
 
 #define refuse(ld, ...) ((ld)->ok = (ld)->ok && fail((ld)->e, __VA_ARGS__))   // the first error
 
-// metadata under the architecture's name, as the file spells it, or without a name
+// a key under the architecture's name as the file spells it, or without that name
 static const Meta *arch_meta(const Loader *ld, const char *key) {
     char name[128];
     Str arch = gguf_str(ld->m->gguf, "general.architecture");
@@ -1933,8 +1935,9 @@ static const Meta *arch_meta(const Loader *ld, const char *key) {
     return v;
 }
 
-// A number, or this layer's in an array of them. An array has a value for each layer, those that
-// are not run included; patterns may be longer (print_unread notes it).
+// Returns the number under a key, or this layer's number if it is an array; without such a key,
+// `otherwise`. An array needs a value for each layer of the file, also for those that do not run;
+// patterns may be longer (print_unread notes it).
 static double load_number(Loader *ld, const char *key, double otherwise) {
     const Meta *v = arch_meta(ld, key), *blocks = arch_meta(ld, "block_count");
     if (!v) return otherwise;
@@ -1953,14 +1956,14 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
     return x;
 }
 
-// Fills the fields of which the file says one number for the model, or (layer) those of a layer.
+// Fills the fields that KEYS names, those of a layer or, if it is NULL, those of the whole model.
 static void load_keys(Loader *ld, Layer *layer) {
     Config *c = &ld->m->config;
     char *place[] = {[IN_CONFIG] = (char *)c, [IN_LAYER] = (char *)layer,
                      [IN_HINTS] = (char *)&ld->hints};
     Str arch = {c->name, strlen(c->name)}, all = {"all", 3};
     for (const Key *k = KEYS; k < KEYS + COUNT(KEYS) && ld->ok; k++) {
-        const char *behind = find_str(arch, k->archs);   // the name in archs
+        const char *behind = find_str(arch, k->archs);
         bool required = behind && *behind == '*';
         if (k->by_layer != (layer != NULL)) continue;
         bool scores = ld->arch->flags & YARN_SCORES && strstr(k->key, "rope.scal");
@@ -1983,7 +1986,7 @@ static void load_keys(Loader *ld, Layer *layer) {
     }
 }
 
-// NULL: there is no such tensor; if a ! stands before its name, that is an error
+// Returns the tensor; NULL if there is none, which is an error if a ! stands before its name.
 static Tensor *find_tensor(Loader *ld, const char *name, const char *suffix) {
     char full[128];
     bool required = *name == '!';
@@ -2007,7 +2010,7 @@ static void require(Loader *ld, const void *data, const char *name, const char *
     if (!data) refuse(ld, "tensor %s%s%s is missing", ld->prefix, name, suffix);
 }
 
-// whole pages that live with the model, for a GPU to share
+// Returns memory that lives as long as the model: whole pages, so that a GPU can share them.
 static void *keep_memory(Loader *ld, uint64_t size) {
     Model *m = ld->m;
     Map *owned = realloc(m->owned, (m->n_owned + 1) * sizeof *owned);
@@ -2019,7 +2022,7 @@ static void *keep_memory(Loader *ld, uint64_t size) {
     return v;
 }
 
-// a vector of n values (0: of any length), in the file or converted to f32; NULL: there is none
+// Returns n values (0: however many there are) as f32, in the file or in a copy; NULL: none.
 static const float *load_vector(Loader *ld, const char *name, const char *suffix, uint64_t n) {
     Tensor *t = find_tensor(ld, name, suffix);
     if (!t) return NULL;
@@ -2035,7 +2038,7 @@ static const float *load_vector(Loader *ld, const char *name, const char *suffix
     return v;
 }
 
-// The norm of [heads][n] values, if the file has one. A tensor of the shape
+// Returns the norm of [heads][n] values; w NULL: the file has none. A tensor of the shape
 //   [n]           is shared by all heads, each of which is normed by itself
 //   [heads][n]    has weights for each head
 //   [heads * n]   norms all heads at once
@@ -2051,14 +2054,14 @@ static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
     return w;
 }
 
-// n factors: `by`, or those in x times it
+// Returns n factors: those in x times `by`, or `by` alone if x is NULL.
 static float *scaled(Loader *ld, const float *x, int n, float by) {
     float *v = keep_memory(ld, n * sizeof *v);
     for (int i = 0; v && i < n; i++) v[i] = x ? x[i] * by : by;
     return v;
 }
 
-// a [rows][cols] matrix, or n of them, with its bias; rows 0: however many the file has
+// Returns a [rows][cols] matrix with its bias, or n of them; rows 0: however many the file has.
 static Matrix load_unscaled(Loader *ld, const char *name, int cols, int rows, int n) {
     Tensor *t = find_tensor(ld, name, ".weight");
     if (!t) return (Matrix){0};
@@ -2074,7 +2077,7 @@ static Matrix load_unscaled(Loader *ld, const char *name, int cols, int rows, in
                     .step = rows * quant_row_bytes(t->type, cols)};
 }
 
-// the same with the factor of its product, if the file has one (NVFP4)
+// Returns the same, with the factor of its product if the file has one (NVFP4).
 static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int n) {
     Matrix w = load_unscaled(ld, name, cols, rows, n);
     if (w.data) w.scale = load_vector(ld, less_mark(name), ".scale", n);
@@ -2100,7 +2103,8 @@ static bool load_source(Loader *ld, Layer *w);
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
-// n matrices that multiply the same input of cols numbers: in one tensor, or each in its own
+// Loads n matrices that multiply the same input [cols]: rows of the tensor `name`, or, if there is
+// no such tensor, each from its own.
 static void load_fused(Loader *ld, const char *name, int cols, int n_expert, const Slice *part,
                        int n) {
     int rows = 0, at = 0;
@@ -2112,6 +2116,7 @@ static void load_fused(Loader *ld, const char *name, int cols, int n_expert, con
     }
 }
 
+// Loads the norms of queries and keys. A model has both, or none.
 static void load_qk_norms(Loader *ld, Layer *w) {
     Norm *q = &w->q_norm, *k = &w->k_norm;
     *q = load_norm(ld, "attn_q_norm", w->n_head, w->hd);
@@ -2124,6 +2129,7 @@ static void load_qk_norms(Loader *ld, Layer *w) {
     w->heads_alone = (!q->w || q->n == w->hd) && (!k->w || k->n == w->hd);
 }
 
+// Loads q, k, v and o with their norms, gates and sinks. In: numbers and widths of the heads.
 static void load_attention(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Tensor *fused = find_tensor(ld, "attn_qkv", ".weight");
@@ -2131,23 +2137,22 @@ static void load_attention(Loader *ld, Layer *w) {
     int q = w->n_head * w->hd, k = w->n_kv * w->hd, v = w->n_kv * w->vd;
     // Gemma 4: layers without attn_v use their keys, before the norm, as values
     bool v_is_k = c->values_normed && !find_tensor(ld, "attn_v", ".weight");
+    const char *k_name = "!attn_k", *v_name = v_is_k ? k_name : "!attn_v";
     if (!w->n_head || !w->n_kv || w->n_head % w->n_kv || w->hd < 1 || w->vd < 1)
         refuse(ld, "layer %d: %d heads of %d and %d values cannot share %d KV heads", ld->l,
                w->n_head, w->hd, w->vd, w->n_kv);
     if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
-    bool shares = load_source(ld, w);
-    // a gated model says so by its q alone: the rows of each head are query, then gate
+    bool borrows = load_source(ld, w);
+    if (borrows && !fused) {   // a file may still hold keys and values, which nobody reads
+        k_name = less_mark(k_name);
+        v_name = less_mark(v_name);
+    }
+    // only q's size tells that a model has gates: a head's rows are its query, then its gate
     if (!(ld->arch->flags & GATE) && first && w->hd == w->vd &&
         first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;
     load_fused(ld, "attn_qkv", c->dim, 1,
-               (Slice[]){{"!attn_q", q, &w->q}, {"!attn_k", k, &w->k},
-                         {v_is_k ? "!attn_k" : "!attn_v", v, &w->v}},
-               fused || !shares ? 3 : 1);
-    if (shares && !fused) {   // a file may hold what nobody reads
-        load_matrix(ld, "attn_k", c->dim, k, 1);
-        load_matrix(ld, "attn_v", c->dim, v, 1);
-    }
-    if (shares) w->k = w->v = (Matrix){0};
+               (Slice[]){{"!attn_q", q, &w->q}, {k_name, k, &w->k}, {v_name, v, &w->v}}, 3);
+    if (borrows) w->k = w->v = (Matrix){0};
     w->o = load_matrix(ld, "!attn_output", w->n_head * w->vd, c->dim, 1);
     if (c->value_scale != 1) w->o.scale = &c->value_scale;
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
@@ -2158,8 +2163,8 @@ static void load_attention(Loader *ld, Layer *w) {
 typedef struct { const char *gate, *up, *down, *both; } FfnNames;   // both: gate and up in one
 static const FfnNames DENSE_NAMES = {"ffn_gate", "!ffn_up", "!ffn_down", "ffn_up"};
 
-// Loads gate, up and down of an FFN, or of n experts; `gated` says when there must be a gate.
-// Returns the width, which is ff or, where that is 0, what the file has.
+// Loads gate, up and down of an FFN, or of n experts, into w[0], w[1], w[2]. `gated` says which
+// activations need a gate. Returns the width, which is ff or, where ff is 0, the file's.
 static int load_ffn(Loader *ld, const FfnNames *name, int cols, int ff, int n, Matrix **w) {
     const Config *c = &ld->m->config;
     const Tensor *both = find_tensor(ld, name->both, ".weight");
@@ -2177,7 +2182,7 @@ static int load_ffn(Loader *ld, const FfnNames *name, int cols, int ff, int n, M
     return ff;
 }
 
-// Finds a layer's norms. Their names are as they came about, and tell little:
+// Loads a layer's norms. Their names tell little about where a norm acts:
 //
 //                         before attention, of its result  before the FFN, of its result
 //   most                  attn_norm                        ffn_norm
@@ -2219,14 +2224,13 @@ static void load_norms(Loader *ld, Layer *w) {
     w->side_by_side = attn_norm_2.w || ld->hints.side_by_side || (no_ffn_norm && !bare);
 }
 
-// Does this layer's window count? A file says so by a period, of which one layer sees all, or by an
-// array of yes and no. Sets what depends on it; some models use RoPE in windowed layers only, some
-// not in every n-th layer.
+// Decides whether the layer has a window, and sets what depends on it: its widths, and whether RoPE
+// turns its heads. A file gives a period, of which one layer sees all, or an array of yes and no.
 static void load_window(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Arch *a = ld->arch;
     const Meta *key = arch_meta(ld, "attention.sliding_window_pattern");
-    int pattern = ld->hints.pattern;   // a period, or this layer's yes or no
+    int pattern = ld->hints.pattern;
     bool windows = a->period && c->window, sees_all = !pattern;
     if (!key || key->type != GGUF_ARR) {
         int full = a->flags & FULL_FIRST ? 0 : pattern - 1;   // which layer of a period
@@ -2243,6 +2247,7 @@ static void load_window(Loader *ld, Layer *w) {
     if (a->flags & LOCAL_ROPE && windows && !local && !first) w->rotated = false;
 }
 
+// Loads layer ld->l: its numbers and norms, the attention or another mixer of tokens, the FFN.
 static void load_layer(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Arch *a = ld->arch;
@@ -2277,32 +2282,34 @@ static void load_layer(Loader *ld, Layer *w) {
     else if (dense) w->ff = load_ffn(ld, &DENSE_NAMES, c->dim, w->ff, 1, ffn);
     bool feeds = w->up.data;
     if (!mixes) w->ffn_norm = w->attn_norm;   // a layer of one block has one norm
-    if (!feeds) w->attn_post_norm = w->ffn_post_norm;
-    if (!feeds) w->attn_norm_2 = (Norm){0};
+    if (!feeds) {
+        w->attn_post_norm = w->ffn_post_norm;
+        w->attn_norm_2 = (Norm){0};
+    }
     w->side_by_side = w->side_by_side && mixes && feeds;
     if (w->side_by_side && !w->ffn_norm.w && !(a->flags & MAY_BE_PARALLEL))
         require(ld, NULL, "ffn_norm", ".weight");
     if (c->per_layer) load_inputs(ld, w);
 }
 
-// a tensor of layer l (-1: of none), which find_tensor then looks in, too
+// Returns a tensor of layer l (-1: of no layer). From then on find_tensor searches that layer.
 static Tensor *layer_tensor(Loader *ld, int l, const char *name, const char *suffix) {
     snprintf(ld->prefix, sizeof ld->prefix, "blk.%d.", l);
     if (l < 0) *ld->prefix = 0;
     return find_tensor(ld, name, suffix);
 }
 
-// Layers with the same mixer have tensors of the same names, and so have those with the same kind
-// of FFN; windows count where values may be keys (Gemma 4) or sinks are in windowed layers only.
+// Should two layers have tensors of the same names? The tensors of an FFN depend on its kind, other
+// tensors on the mixer, and on the window where values may be keys (Gemma 4) or windowed layers alone
+// have sinks.
 static bool layers_alike(const Layer *a, const Layer *b, bool ffn, bool windows) {
     if (ffn) return !a->router.data == !b->router.data && !a->up.data == !b->up.data;
     return a->mixer == b->mixer && !a->n_kv == !b->n_kv && !a->k.data == !b->k.data &&
            (!windows || !a->window == !b->window);
 }
 
-// Layer l has a tensor of this name. Have its neighbours, the next of its kind on both sides? If
-// not, it is missing there, or does not belong here. The name says which block counts: that of an
-// FFN or of experts has ff in it, or begins with exp.
+// Layer l has a tensor of this name, so its neighbours must have one, too: the next layers on both
+// sides that are alike. Names of an FFN or of experts have ff in them, or begin with exp.
 static void check_neighbours(Loader *ld, int l, const char *name) {
     const Layer *w = ld->m->layers;
     bool ffn = strstr(name, "ff") || !strncmp(name, "exp", 3);
@@ -2322,14 +2329,14 @@ static void check_neighbours(Loader *ld, int l, const char *name) {
     }
 }
 
-// what the names of tensors begin with that do not run: other modalities, the heads of rerankers,
-// what predicts further tokens
+// Tensors whose names begin with these words do not run: they are for images and sound, rerankers'
+// heads, or predict further tokens.
 static const char *const IDLE_TENSORS[] = {"v.", "mm.", "a.", "s.", "cls.", "mtp.",
                                            "model.vision_tower.", "model.audio_tower."};
 
-// Is a tensor of layer l (-1: of none) one that does not run: IDLE_TENSORS, one that holds nothing,
-// NVFP4's scales of activations, a layer's for images, an indexer (a text of n_exact tokens at most
-// needs none), a layer that predicts further tokens? name: less the blk.N of its layer
+// Is this a tensor of layer l (-1: none) that does not run? Besides IDLE_TENSORS those are tensors
+// that hold nothing, a layer's tensors for images, indexers (no text gets longer than n_exact),
+// NVFP4's scales of activations, and layers that predict further tokens. name: without the blk.N
 static bool tensor_idle(Loader *ld, const Tensor *t, int l, const char *name) {
     const Config *c = &ld->m->config;
     Str rest = t->name;
@@ -2344,8 +2351,7 @@ static bool tensor_idle(Loader *ld, const Tensor *t, int l, const char *name) {
            layer_tensor(ld, l, "nextn.eh_proj", ".weight");
 }
 
-// Nothing in the file may be passed over but what does not run; nothing may be missing that such a
-// model has.
+// Refuses a file with a tensor that nothing used and that is not idle, and a file that lacks one.
 static void check_tensors(Loader *ld) {
     const Gguf *g = ld->m->gguf;
     const Config *c = &ld->m->config;
@@ -2371,7 +2377,7 @@ static void check_tensors(Loader *ld) {
     }
 }
 
-// the first row of ARCHS that has the file's architecture and size
+// Finds the first row of ARCHS for the file's architecture and size, and begins Config with it.
 static bool load_arch(Loader *ld) {
     Model *m = ld->m;
     Config *c = &m->config;
@@ -2395,7 +2401,7 @@ static bool load_arch(Loader *ld) {
     return ld->ok;
 }
 
-// Sets what follows from the architecture's row and the sizes; the file may still override it.
+// Sets what follows from the architecture's row and the sizes. The file may still override it.
 static void imply_config(Config *c, const Arch *a) {
     int flags = a->flags;
     if (!c->hd && c->n_head) c->hd = c->dim / c->n_head;
@@ -2417,7 +2423,7 @@ static void imply_config(Config *c, const Arch *a) {
     if (!c->rope_base_local) c->rope_base_local = c->rope_base;
 }
 
-// RoPE's numbers, and what is made of them. The order matters: each line reads those above it.
+// Derives RoPE's numbers, and those that depend on them. Each line reads what earlier ones set.
 static void derive_rope(Loader *ld) {
     Config *c = &ld->m->config;
     Hints *h = &ld->hints;
@@ -2425,7 +2431,7 @@ static void derive_rope(Loader *ld) {
     const Meta *scaling = arch_meta(ld, "rope.scaling.type");
     const Alias *alias = find_alias(ld->m->gguf);
     Str type = meta_str(scaling);
-    if (type.s && !type.n) scaling = NULL;   // so Ollama says none
+    if (type.s && !type.n) scaling = NULL;   // Ollama's way to say none
     c->yarn = scaling ? str_eq(type, "yarn") : alias && alias->yarn;
     if (find_str(type, "none default")) c->rope_factor = 1;
     if (scaling && !find_str(type, "none default linear yarn longrope llama3"))
@@ -2435,7 +2441,7 @@ static void derive_rope(Loader *ld) {
     if (h->rope_part > 0) c->n_rot = c->hd * h->rope_part;
     if (c->rope == ROPE_NONE) c->n_rot = 0;   // whatever the file says
     const Meta *section = arch_meta(ld, "rope.dimension_sections");
-    if (!section) section = arch_meta(ld, "rope.mrope_section");   // so says Ollama, of the first 3
+    if (!section) section = arch_meta(ld, "rope.mrope_section");   // Ollama's name, for the first 3
     if (section && section->type == GGUF_ARR && section->n != 3 && section->n != 4)
         refuse(ld, "key %.*s has %llu values, want 4", STR_ARG(section->key),
                (unsigned long long)section->n);
@@ -2458,7 +2464,7 @@ static void derive_rope(Loader *ld) {
                c->hd, c->rope_base, c->n_rot_local, h->hd_local, c->rope_base_local);
 }
 
-// what follows from several keys at once, and what they must agree on
+// Derives what follows from several keys at once, and checks that they agree.
 static void derive_config(Loader *ld) {
     Config *c = &ld->m->config;
     c->eps = fmaxf(c->norm == NORM_RMS ? ld->hints.eps_rms : c->eps, 0);
@@ -2486,6 +2492,7 @@ static void derive_config(Loader *ld) {
     derive_rope(ld);
 }
 
+// Fills Config: from its row of ARCHS, from the file, and from what follows from both.
 static void load_config(Loader *ld) {
     enum { MISSING = -1 };   // below what KEYS allows: the file must have this eps
     Config *c = &ld->m->config;
@@ -2496,7 +2503,7 @@ static void load_config(Loader *ld) {
     if (c->norm == NORM_RMS) ld->hints.eps_rms = gemma3 || ocr ? 1e-6f : MISSING;
     else c->eps = MISSING;
     c->pooling = -1;
-    c->rope_base = 10000;   // what neither row nor file may say
+    c->rope_base = 10000;   // if neither row nor file says otherwise
     c->yarn_fast = 32;
     c->rope_factor = c->rope_mag = c->yarn_slow = c->n_loops = 1;
     c->weights_scale = c->value_scale = 1;
@@ -2509,8 +2516,8 @@ static void load_config(Loader *ld) {
     if (ld->ok) derive_config(ld);
 }
 
-// Nanbeige runs all its layers several times: they are listed once for each loop, with the same
-// weights and caches of their own. Between loops the stream is normed, unless `bare`.
+// Nanbeige runs all its layers several times. Each loop lists them again, with the same weights but
+// caches of their own. Between loops the stream is normed, unless `bare`.
 static void repeat_layers(Model *m, bool bare) {
     int n = m->config.n_layer, all = n * m->config.n_loops;
     Layer *w = m->layers;
@@ -2522,12 +2529,13 @@ static void repeat_layers(Model *m, bool bare) {
     m->config.n_layer = all;
 }
 
+// In: m->gguf, the opened file. Out: m's Config, its own tensors, and those of each layer.
 static bool weights_load(Model *m, Error *e) {
     Loader ld = {.m = m, .e = e, .ok = true, .l = -1, .hints = {.rope_tuned = true}};
     Config *c = &m->config;
     if (load_arch(&ld)) load_config(&ld);
     if (!ld.ok) return false;
-    // layers that rotate fewer numbers than others read the first ones
+    // a layer that rotates fewer numbers than others reads the first divisors
     bool all = ld.arch->flags & HALF_ROTATED || !c->local_unscaled;
     uint64_t n_freqs = larger(c->n_rot, all ? c->n_rot_local : 0) / 2;
     m->freqs = load_vector(&ld, "rope_freqs", ".weight", n_freqs);
@@ -2544,7 +2552,7 @@ static bool weights_load(Model *m, Error *e) {
     if (c->rope == ROPE_NONE) m->pos_embd = load_matrix(&ld, "position_embd", c->dim, 0, 1);
     if (c->encoder) m->type_embd = load_matrix(&ld, "token_types", c->dim, 0, 1);
     static const char *const tables[] = {"token_embd", "position_embd", "token_types",
-                                         "per_layer_token_embd"};   // whose rows are read alone
+                                         "per_layer_token_embd"};   // read by row, as they are
     for (size_t i = 0; i < COUNT(tables); i++)
         if (find_tensor(&ld, tables[i], ".bias") || find_tensor(&ld, tables[i], ".scale"))
             refuse(&ld, "tensor %s: bias or scale", tables[i]);
@@ -2587,7 +2595,7 @@ void model_close(Model *m) {
     *m = (Model){0};
 }
 
-// opens the file, its tokenizer and, if wanted, its weights
+// Opens a file with its tokenizer and, if wanted, its weights.
 static bool model_load(Model *m, const char *path, bool weights, Error *e) {
     Error why;
     *m = (Model){.gguf = calloc(1, sizeof *m->gguf)};
@@ -2741,7 +2749,7 @@ static void clamp(float *x, int64_t n, float limit) {
 INLINE float activation_of(float x, int act) {
     if (act == ACT_RELU2) return x < 0 ? 0 : x * x;
     if (act == ACT_RELU) return x < 0 ? 0 : x;
-    float z = x;
+    float z = x;   // SiLU
     if (act == ACT_SWIGLU_OAI) z = 1.702f * x;
     if (act == ACT_GELU) z = 1.595769122f * (x + 0.044715f * x * x * x);
     return x / (1 + exp_fast(-z));
@@ -2766,7 +2774,8 @@ static void activate(float *out, const float *gate, const float *up, int n, int 
     else if (act == ACT_GELU) activate_as(out, gate, up, n, ACT_GELU);
     else if (act == ACT_RELU2) activate_as(out, gate, up, n, ACT_RELU2);
     else if (act == ACT_RELU) activate_as(out, gate, up, n, ACT_RELU);
-    else activate_as(out, gate, up, n, ACT_SWIGLU_OAI);
+    else if (act == ACT_SWIGLU_OAI) activate_as(out, gate, up, n, ACT_SWIGLU_OAI);
+    else assert(!"an activation that has no loop");
 }
 
 // up = min(act(gate), limit) * up, with up within -limit .. limit; Maple: act(min(gate, limit))
@@ -9361,6 +9370,7 @@ static bool print_info(Cli *cli) {
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
     static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU",
                                        "ReLU", "xIELU"};
+    _Static_assert(COUNT(act) == ACT_COUNT, "each activation has a name");
     static const char *const rope[] = {"RoPE on halves", "RoPE on neighbours", "no RoPE"};
     static const char *const kinds[] = {
         "attention", "attention in a window", "latent attention",

@@ -248,7 +248,8 @@ static void reference_norm(float *out, const float *x, int n, const Norm *w, int
 
 static const Layer XIELU = {.xielu = {0.4f, -0.6f, 0.5f, -0.1f}};   // numbers of it
 static double reference_activation(int act, double g, double u, bool gate) {
-    double y = g / (1 + exp(-g)), clipped = fmin(g, 7);   // SiLU
+    double y = NAN, clipped = fmin(g, 7);
+    if (act == ACT_SILU) y = g / (1 + exp(-g));
     if (act == ACT_GELU) y = 0.5 * g * (1 + tanh(sqrt(2 / M_PI) * (g + 0.044715 * g * g * g)));
     if (act == ACT_RELU2) y = pow(fmax(g, 0), 2);
     if (act == ACT_RELU) y = fmax(g, 0);
@@ -1579,7 +1580,7 @@ static void test_alibi_and_alpha(void) {
 static void test_activations(void) {
     enum { N = 400 };
     double worst = 0;
-    for (int act = ACT_SILU; act <= ACT_XIELU; act++)
+    for (int act = 0; act < ACT_COUNT; act++)
         for (int gate = act == ACT_SWIGLU_OAI; gate < 1 + (act != ACT_XIELU); gate++) {
             float *g = noise_array(N, 12), *u = noise_array(N, 9), out[N], want[N];
             if (act == ACT_XIELU) xielu(memcpy(out, u, sizeof out), N, &XIELU);
@@ -2301,7 +2302,8 @@ static void test_session_damage(void) {
     clamp(x, 3, 2);
     activate_limited(&(Config){.act = ACT_RELU2}, x, up, 3, 2);
     CHECK(isnan(up[0]) && isnan(up[1]) && up[2] == 4, "%g %g %g", up[0], up[1], up[2]);
-    for (int act = ACT_SILU; act <= ACT_RELU; act++) {
+    for (int act = 0; act < ACT_COUNT; act++) {
+        if (act == ACT_XIELU) continue;   // has a function of its own
         activate(up, &(float){NAN}, &(float){1}, 1, act);
         activate(up + 1, &(float){1}, &(float){NAN}, 1, act);
         CHECK(isnan(up[0]) && isnan(up[1]), "activation %d: %g %g", act, up[0], up[1]);
