@@ -2300,8 +2300,8 @@ static Tensor *layer_tensor(Loader *ld, int l, const char *name, const char *suf
 }
 
 // Should two layers have tensors of the same names? The tensors of an FFN depend on its kind, other
-// tensors on the mixer, and on the window where values may be keys (Gemma 4) or windowed layers alone
-// have sinks.
+// tensors on the mixer, and on the window if values may be keys (Gemma 4) or some layers have
+// sinks.
 static bool layers_alike(const Layer *a, const Layer *b, bool ffn, bool windows) {
     if (ffn) return !a->router.data == !b->router.data && !a->up.data == !b->up.data;
     return a->mixer == b->mixer && !a->n_kv == !b->n_kv && !a->k.data == !b->k.data &&
@@ -2613,10 +2613,10 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 
 // ==== Part III: other families ==================================================================
 //
-// What other families add to a Llama. A block comes in with s->normed, the chunk's normed stream,
-// and the layer s->l; out goes s->out, what is added to the stream. A section is one idea; where it
-// has tensors of its own, a load_ function finds them first. Read experts (16), then the gated
-// delta rule (18), of which the state space and the short convolution are variations.
+// What other families add to a Llama. A block reads s->normed, the normed stream of the chunk, with
+// the weights of layer s->l, and leaves in s->out what is added to the stream. A section is one
+// idea, and begins with the load_ function of its tensors. Read experts (16), then the gated delta
+// rule (18), of which the state space is a variation.
 //
 //   14  positions           learned ones, RoPE beyond the texts of training, ALiBi, far queries
 //   15  steps of blocks     activations, bounds, damaged values, gates of attention
@@ -2624,19 +2624,19 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 //   17  the convolution     recurrent mixers, in place of attention or beside it, whose memory of
 //   18  the delta rule      earlier tokens has a fixed size
 //   19  the state space
-//   20  their layers        loads and runs all of them
-//   21  latent attention    keys and values are made of a latent
-//   22  Gemma 4             shared caches, an input for each layer
-//   23  memory              buffers and states of all these
+//   20  their layers        how a layer with such a mixer is loaded, and runs
+//   21  latent attention    keys and values are made of one short vector
+//   22  Gemma 4             borrowed caches, an input for each layer
+//   23  memory              the buffers and states of all blocks
 
 // ---- 14. positions ----
 //
-// Scaled models slow RoPE's angles down: all of them (linear), by a factor each (Llama 3,
-// longrope), or the low frequencies more than the high ones (YaRN, arXiv 2309.00071). Models of
-// images divide RoPE's pairs among three positions, which are the same in text; pairs left over
-// stand still.
+// For texts longer than those of training, RoPE's angles are slowed down: all alike (linear), each
+// by a factor of its own (Llama 3, longrope), or low frequencies more than high ones (YaRN, arXiv
+// 2309.00071). Models of images divide RoPE's pairs among three positions, which are the same in
+// text; pairs left over stand still.
 
-// x += the embeddings of its position and of token type 0; norms the sum
+// Adds to x the embeddings of its position and of token type 0, and norms the sum.
 static void add_embeddings(Session *s, float *x, size_t i) {
     const Model *m = s->m;
     const Config *c = &m->config;
@@ -2652,7 +2652,7 @@ static void add_embeddings(Session *s, float *x, size_t i) {
     if (m->embd_norm.w || c->embd_normed) norm(x, x, c->dim, &m->embd_norm, c->norm, c->eps);
 }
 
-// the pair of values whose angle makes so many turns in the original context
+// Returns the pair whose angle makes this many turns in the original context.
 static double yarn_pair(const Config *c, double turns, int n_rot, double base) {
     return n_rot * log(c->n_ctx_orig / (turns * 2 * M_PI)) / (2 * log(base));
 }
@@ -2666,8 +2666,7 @@ static bool pair_still(const Config *c, int i) {
 }
 
 // Changes the frequencies [n_rot/2] of rope_frequencies, and returns the factor of cosines and
-// sines. YaRN leaves pairs up to `low` as they are, divides those from `high` on, and blends the
-// others.
+// sines. YaRN leaves pairs up to `low` alone, divides pairs from `high` on, and blends the others.
 static float rope_scaling(const Model *m, int kind, int window, double *freq) {
     const Config *c = &m->config;
     bool unscaled = kind == WINDOWED && c->local_unscaled, yarn = c->yarn && !unscaled;
@@ -2680,10 +2679,10 @@ static float rope_scaling(const Model *m, int kind, int window, double *freq) {
     double low = fmax(0, floor(yarn_pair(c, c->yarn_fast, n_rot, base)));
     double high = fmin(n_rot - 1, ceil(yarn_pair(c, c->yarn_slow, n_rot, base)));
     for (int i = 0; i < n_rot / 2; i++) {
-        double plain = freq[i] / (divide ? divide[i] : 1);
+        double own = freq[i] / (divide ? divide[i] : 1);
         double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));   // 1: unscaled
-        if (pair_still(c, i)) plain = 0;
-        freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
+        if (pair_still(c, i)) own = 0;
+        freq[i] = yarn ? own * (scale * (1 - ramp) + ramp) : own * scale;
     }
     double longer = yarn && scale < 1 ? 0.1 * log(1 / scale) : 0;
     float mag = kind == WINDOWED && c->local_no_mag ? 1 : c->rope_mag;
@@ -2706,8 +2705,8 @@ static bool check_more(const Session *s, int n, Error *e) {
 }
 
 // ALiBi (arXiv 2108.12409) subtracts slope * distance from a score. The slopes of n = 2^k heads are
-// powers of one ratio: 2^(-max_bias * (h + 1) / n). Of any other number, the first 2^k heads have
-// these slopes, and the rest every other one of the sequence for 2^(k+1) heads.
+// powers of one ratio: 2^(-max_bias * (h + 1) / n). For any other number the first 2^k heads have
+// these slopes, and the rest have every other slope of the sequence for 2^(k+1) heads.
 static void alibi_slopes(float *slope, int n_head, float max_bias) {
     int power = 1;   // 2^k
     while (2 * power <= n_head) power *= 2;
@@ -2718,23 +2717,20 @@ static void alibi_slopes(float *slope, int n_head, float max_bias) {
     }
 }
 
-// Queries far out are sharpened (Ministral 3):
-//
-//   q *= 1 + sharpen_scale * ln(floor(pos / sharpen_length) + 1)
-//
-// Llama 4 has pos + 1 for pos, and does so only where there is no RoPE.
+// Sharpens queries far out (Ministral 3): q *= 1 + sharpen_scale * ln(floor(pos / sharpen_length) +
+// 1). Llama 4 takes pos + 1 for pos, and sharpens only where there is no RoPE.
 static void sharpen(const Session *s, float *q, size_t n, int pos) {
     const Config *c = &s->m->config;
     if (c->sharpen_scale == 0 || (c->span && s->m->layers[s->l].rotated)) return;
     if (c->span) pos++;
-    float spans = floorf(pos / (float)c->sharpen_length);
-    scale(q, n, c->sharpen_scale * logf(spans + 1) + 1);
+    float lengths = floorf(pos / (float)c->sharpen_length);
+    scale(q, n, c->sharpen_scale * logf(lengths + 1) + 1);
 }
 
 // ---- 15. steps of blocks ----
 
-// x within -limit .. limit. A NaN stays one, as everywhere: fminf and fmaxf would make it a number,
-// and a damaged model would go on talking.
+// Returns x held within -limit .. limit. A NaN stays a NaN: fminf and fmaxf would turn it into a
+// number, and a damaged model would go on talking.
 static inline float within(float x, float limit) {
     x = x < -limit ? -limit : x;
     return x > limit ? limit : x;
@@ -2745,7 +2741,7 @@ static void clamp(float *x, int64_t n, float limit) {
     for (int64_t i = 0; i < n; i++) x[i] = within(x[i], limit);
 }
 
-// x * sigmoid(z), where z is x in SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) in GELU's tanh form
+// Returns x * sigmoid(z), where z is x in SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) in GELU.
 INLINE float activation_of(float x, int act) {
     if (act == ACT_RELU2) return x < 0 ? 0 : x * x;
     if (act == ACT_RELU) return x < 0 ? 0 : x;
@@ -2755,7 +2751,7 @@ INLINE float activation_of(float x, int act) {
     return x / (1 + exp_fast(-z));
 }
 
-// In gpt-oss the gate is at most 7, and 1 + up, with up within -7 .. 7, takes the place of up.
+// gpt-oss takes min(gate, 7) for the gate, and 1 + up for up, with up held within -7 .. 7.
 INLINE void activate_as(float *out, const float *gate, const float *up, int n, int act) {
     const float *x = gate ? gate : up;
     for (int i = 0; i < n; i++) {
@@ -2770,7 +2766,7 @@ INLINE void activate_as(float *out, const float *gate, const float *up, int n, i
 
 // out = act(gate) * up, or act(up) without a gate
 static void activate(float *out, const float *gate, const float *up, int n, int act) {
-    if (act == ACT_SILU) activate_as(out, gate, up, n, ACT_SILU);   // five constants, five loops
+    if (act == ACT_SILU) activate_as(out, gate, up, n, ACT_SILU);   // each gets its own loop
     else if (act == ACT_GELU) activate_as(out, gate, up, n, ACT_GELU);
     else if (act == ACT_RELU2) activate_as(out, gate, up, n, ACT_RELU2);
     else if (act == ACT_RELU) activate_as(out, gate, up, n, ACT_RELU);
@@ -2778,7 +2774,8 @@ static void activate(float *out, const float *gate, const float *up, int n, int 
     else assert(!"an activation that has no loop");
 }
 
-// up = min(act(gate), limit) * up, with up within -limit .. limit; Maple: act(min(gate, limit))
+// up = min(act(gate), limit) * up, with up held within -limit .. limit; Maple has act(min(gate,
+// limit)) instead
 static void activate_limited(const Config *c, float *gate, float *up, int n, float limit) {
     for (int i = 0; c->limit_first && i < n; i++) gate[i] = gate[i] > limit ? limit : gate[i];
     activate(gate, NULL, gate, n, c->act);
@@ -2788,7 +2785,7 @@ static void activate_limited(const Config *c, float *gate, float *up, int n, flo
 
 static float log1p_exp(float x) { return x > 20 ? x : log1pf(expf(x)); }   // log(1 + e^x)
 
-// xIELU (arXiv 2411.13010): a parabola above 0, an exponential below; there both have slope beta.
+// xIELU (arXiv 2411.13010) is a parabola above 0 and an exponential below, both of slope beta at 0.
 static void xielu(float *x, int n, const Layer *w) {
     float beta = w->xielu.beta, eps = w->xielu.eps;
     float above = log1p_exp(w->xielu.alpha_p), below = beta + log1p_exp(w->xielu.alpha_n);
@@ -2799,7 +2796,7 @@ static void xielu(float *x, int n, const Layer *w) {
     }
 }
 
-// up = act(gate) * up, or act(up) where there is no gate, in families other than a Llama
+// activate_row in other families: up = act(gate) * up, or act(up) without a gate
 static void activate_more(const Session *s, const Ffn *f, float *gate, float *up) {
     const Config *c = &s->m->config;
     int ff = f->up->rows;
@@ -2809,9 +2806,9 @@ static void activate_more(const Session *s, const Ffn *f, float *gate, float *up
     else activate(up, gate, up, ff, c->act);
 }
 
-// A row of the cache that a query does not see has the weight 0, but 0 times a NaN is a NaN: so
-// values in the cache must be finite. Numbers of a value v [n] that are not become 0 here, and its
-// key gets a NaN, which goes into the scores of those queries that see the row, and of no others.
+// A row of the cache that a query does not see has the weight 0, but 0 times a NaN is a NaN. So
+// non-finite numbers of a value v [n] become 0 here, and its key gets a NaN, which enters the
+// scores of the queries that see the row, and no other scores.
 static void cache_finite(uint16_t *v, int n, uint16_t *key) {
     enum { EXPONENT = 0x7C00 };   // of an f16; all of it is set in infinities and NaNs
     int damaged = 0;
@@ -2821,8 +2818,8 @@ static void cache_finite(uint16_t *v, int n, uint16_t *key) {
     *key = EXPONENT + 1;
 }
 
-// A token's heads before RoPE: limits (OLMo), norms of queries and keys (Qwen 3), of values (Gemma
-// 4). After RoPE some models norm queries and keys, or sharpen queries.
+// Before RoPE a token's heads are limited (OLMo) and normed (queries and keys in Qwen 3, values in
+// Gemma 4). After RoPE some models norm queries and keys, or sharpen queries.
 
 static void norm_heads(const Session *s, float *q, int n_head, float *k, int n_kv) {
     const Config *c = &s->m->config;
@@ -2846,8 +2843,8 @@ static void after_rope(const Session *s, float *q, int n_head, float *k, int n_k
     sharpen(s, q, n_head * s->m->layers[s->l].hd, pos);
 }
 
-// How scores differ, and what a query sees: in latent attention values are the first numbers of a
-// key; encoders see both ways; a chunk lies in one span.
+// Sets how scores differ, and what a query sees. In latent attention a value is the beginning of
+// its key; encoders also see later tokens; a chunk lies in one span.
 static void see_more(const Session *s, Attention *a) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
@@ -2859,10 +2856,9 @@ static void see_more(const Session *s, Attention *a) {
     if (c->span && w->window) a->span_start = s->pos / c->span * c->span;
 }
 
-// Gates of attention: a head's result is multiplied by sigmoid(gate) or softplus(gate). The rows of
-// q's projection may be query and gate of the first head, of the second, ..., one gate for each
-// value; split_gate_row parts them. Other models make gates by a product: one for each value, or
-// one for each head.
+// Gates of attention multiply a head's result by sigmoid(gate) or softplus(gate). In Qwen3-Next the
+// rows of q are query and gate of the first head, of the second, ..., with a gate for each value;
+// split_gate_row parts them. Other models have a matrix for gates, one for each value or each head.
 
 static void split_gate_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
@@ -2877,8 +2873,7 @@ static void split_gate_row(Session *s, const void *arg, size_t i) {
 static bool gates_in_q(const Layer *w) { return w->q.rows > w->n_head * w->hd; }
 static bool has_gates(const Layer *w) { return gates_in_q(w) || w->attn_gate.data; }
 
-// The products of attention where gates come with them. A layer that reads another one's cache has
-// neither k nor v.
+// Makes q, k and v where there are gates, too, or where a layer borrows a cache and has only q.
 static void project_more(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     int n = s->n, jobs = w->k.rows ? 3 : 1;
@@ -2890,6 +2885,7 @@ static void project_more(Session *s) {
     if (gates_in_q(w)) each_row(s, split_gate_row, w, n);
 }
 
+// Loads the matrix of attention's gates, one for each head or for each of its vd values.
 static void load_gate(Loader *ld, Layer *w, int n_head, int vd) {
     if (!(ld->arch->flags & GATE)) return;
     const Tensor *t = find_tensor(ld, "attn_gate", ".weight");
@@ -2916,14 +2912,13 @@ static void gate_attention(Session *s, float *x, int width) {
     each_row(s, gate_row, &(Gated){x, width, gates}, s->n);
 }
 
-// x += out, in a layer that does more than that. `post` is the block's own norm, of its result or,
-// in an encoder, of the sum; it also tells which block this is.
 static bool adds_more(const Layer *w) {
     return w->attn_post_norm.w || w->ffn_post_norm.w || w->attn_norm_2.w || w->out_scale ||
            w->last_norm.w || w->input_gate.data;
 }
 
-// what an embedding is pooled from: normed [dim] of n rows, from row `first` of the last chunk on
+// Returns what an embedding is pooled from: the normed rows of n tokens of the last chunk, from
+// token `first` on.
 static const float *hidden_rows(Session *s, int first, int n) {
     size_t dim = s->m->config.dim;
     gpu_fetch(s, s->x + first * dim, n * dim * sizeof *s->x);
@@ -2931,6 +2926,8 @@ static const float *hidden_rows(Session *s, int first, int n) {
     return s->normed + first * dim;
 }
 
+// x += out, in a layer that does more than that. `post` is the block's own norm, of its result or,
+// in an encoder, of the sum; it also tells which block this is.
 static void add_more_row(Session *s, const void *arg, size_t i) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
@@ -2952,9 +2949,12 @@ static void add_more_row(Session *s, const void *arg, size_t i) {
 //
 // A mixture of experts has n_expert FFNs; a router chooses n_used of them for each token, and their
 // results are added up with the router's weights. Tokens are sorted by expert, so that an expert's
-// weights are read, and decoded, once for all its tokens. A shared expert sees every token. Latent
-// experts have an input of a width of their own: one product makes it, one widens their sum.
+// weights are read, and decoded, once for all its tokens. A shared expert sees every token.
+// Squeezed experts ("latent" in files) read fewer numbers than the stream has: one product makes
+// their input, another one widens their sum.
 
+// Loads the router, the experts, and a shared expert. In: n_used, and ff of Gemma 4's dense FFN.
+// Out: ff is the width of an expert.
 static void load_experts(Loader *ld, Layer *w) {
     static const FfnNames sparse = {"ffn_gate_exps", "!ffn_up_exps", "!ffn_down_exps",
                                     "ffn_gate_up_exps"};
@@ -3002,10 +3002,11 @@ static void load_experts(Loader *ld, Layer *w) {
         refuse(ld, "layer %d: latent experts beside a weighed one", ld->l);
 }
 
-enum { MAX_EXPERTS = MAX_JOBS / 2 };   // that run together: one has gate and up
+enum { MAX_EXPERTS = MAX_JOBS / 2 };   // that run together, each with two jobs, gate and up
 
-// The matrix of expert i. Experts lie w->step bytes apart, and their biases as many rows apart as
-// these bytes hold: w may be only some of the rows that the file has for each expert.
+// Returns the matrix of expert i. Experts lie w->step bytes apart, and their biases as many rows
+// apart as these bytes hold, because w may be only some of the rows that a file has for each
+// expert.
 static Matrix matrix_expert(const Matrix *w, int i) {
     Matrix one = *w;
     one.data += i * w->step;
@@ -3014,8 +3015,8 @@ static Matrix matrix_expert(const Matrix *w, int i) {
     return one;
 }
 
-// Experts may be chosen within the n_group_used best groups only. A group is worth the sum of its
-// two best scores: those of experts in other groups become the lowest there is.
+// Keeps the choice within the n_group_used best groups: scores of experts in other groups become
+// the lowest there is. A group is worth the sum of its two best scores.
 static void drop_groups(const Config *c, float *score) {
     Candidate group[MOST_GROUPS];
     int size = c->n_expert / c->n_group;
@@ -3032,8 +3033,8 @@ static void drop_groups(const Config *c, float *score) {
         for (int e = 0; e < size; e++) score[group[k].id * size + e] = -FLT_MAX;
 }
 
-// The router's choice for one token: probabilities p, the n_used best by their scores (p, with a
-// bias and within the best groups), and their weights, which are of p.
+// Chooses the experts of one token: makes probabilities p of the router's logits, and takes the
+// n_used best by score, which is p with a bias and within the best groups. Their weights are of p.
 static void choose_experts(Session *s, const void *arg, size_t i) {
     const Config *c = &s->m->config;
     const Layer *w = arg;
@@ -3054,7 +3055,7 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
         scores += score[e];
     }
     if (c->n_group > 1) drop_groups(c, score);
-    for (int e = 0; e < n_expert; e++) {   // puts e in its place among the best so far
+    for (int e = 0; e < n_expert; e++) {   // e takes its place among the best so far
         int k = e < n_used ? e : n_used - 1;
         if (e > k && !(score[e] > score[chosen[k]])) continue;
         for (; k > 0 && score[e] > score[chosen[k - 1]]; k--) chosen[k] = chosen[k - 1];
@@ -3065,12 +3066,12 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
         sum += weight[k];
     }
     if (c->weights_normed) scale /= fmaxf(sum, 6.103515625e-5f);   // 2^-14
-    if (isnan(scores)) scale = NAN;   // a NaN may not be chosen: nobody would notice
+    if (isnan(scores)) scale = NAN;   // or nobody would notice a NaN that is not chosen
     for (int k = 0; k < n_used; k++) weight[k] *= scale;
 }
 
-// order = the indices of all choices, sorted by expert (a counting sort). It is stable, so that a
-// token's sum does not depend on its neighbours.
+// Sorts the indices of all choices by expert, into s->order. This counting sort is stable, so that
+// a token's sum does not depend on its neighbours.
 static void sort_choices(const Session *s, int n) {
     int start[MOST_EXPERTS + 1] = {0}, n_expert = s->m->config.n_expert;
     for (int i = 0; i < n; i++) start[s->chosen[i] + 1]++;
@@ -3078,7 +3079,7 @@ static void sort_choices(const Session *s, int n) {
     for (int i = 0; i < n; i++) s->order[start[s->chosen[i]]++] = i;
 }
 
-// the input of each choice's token, in experts' order
+// copies the input of choice i's token, in the order of experts
 static void gather_row(Session *s, const void *arg, size_t i) {
     const int32_t *order = arg;
     const Layer *w = &s->m->layers[s->l];
@@ -3088,7 +3089,7 @@ static void gather_row(Session *s, const void *arg, size_t i) {
     if (s->m->config.inputs_weighed) scale(s->gathered + i * dim, dim, s->weight[order[i]]);
 }
 
-// The products of some experts, which run together; room for their matrices.
+// The products of some experts that run together, with room for their matrices.
 typedef struct {
     int n_experts, n_in;
     Matrix gate[MAX_EXPERTS], up[MAX_EXPERTS], down[MAX_EXPERTS];
@@ -3106,8 +3107,9 @@ static void add_expert(ExpertCall *call, const Layer *w, int e, int n, ExpertRow
     call->back[k] = (Matmul){&call->down[k], r.up, r.out, n};
 }
 
-// Counts the scratch of experts, while there are no choices. One case bounds all: `limit` tokens
-// for one expert, and for each of the others the fewest that take a tile, which waste most of it.
+// Counts the scratch of experts before there are choices. No choice needs more than this case: one
+// expert has `limit` tokens, and each other one FEW + 1, the fewest that take a tile and
+// waste most of it. (The arena asserts it in each run.)
 static void count_experts(Session *s, int limit) {
     ExpertCall call = {0};
     float place[MAX_EXPERTS];   // a place for each, as no two experts share their packed x
@@ -3121,9 +3123,9 @@ static void count_experts(Session *s, int limit) {
     matmul(s->pool, &s->op_scratch, call.back, call.n_experts);
 }
 
-// Runs the first experts of the sorted order, as many as fit the buffers (of `limit` rows), each
-// with all its tokens, and adds their results to sum [n][..]. Returns how many of the `left`
-// choices that were; choice k is of token k / n_used.
+// Runs the first experts of `order`, as many as fit the buffers of `limit` rows, each with all its
+// tokens, and adds their results to sum [n][..]. Returns how many of the `left` choices it ran;
+// choice k is of token k / n_used.
 static int run_experts(Session *s, const int32_t *order, int left, int limit, float *sum) {
     const Layer *w = &s->m->layers[s->l];
     size_t dim = w->down.rows, ff = w->ff;
@@ -3149,7 +3151,7 @@ static int run_experts(Session *s, const int32_t *order, int left, int limit, fl
     return rows;
 }
 
-// adds the shared expert's result, weighted where there is a router for it
+// adds the shared expert's result, with a weight if it has a router
 static void add_shared_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
     size_t dim = s->m->config.dim;
@@ -3187,10 +3189,9 @@ static void experts(Session *s) {
 
 // ---- 17. the convolution over time ----
 //
-// A recurrent mixer gives each token a memory of a fixed size instead of a cache. Before anything
-// is written to it, the inputs pass a short convolution over time; in LFM2 (arXiv 2511.23404) this
-// convolution is the whole mixer: out = W (c * conv(b * u)), where one projection makes the gates b
-// and c, and u [dim].
+// A recurrent mixer has a memory of fixed size in place of a cache. Its inputs first pass a short
+// convolution over time; in LFM2 (arXiv 2511.23404) this is the whole mixer: out = W (c * conv(b *
+// u)), where one projection makes the gates b and c, and u [dim].
 
 enum { CONV_CHANNELS = 64 };   // that one call takes
 
@@ -3235,11 +3236,11 @@ static void delta_conv(Session *s, const void *arg, size_t call) {
 //
 //   S *= g        S += b (v - S k) k'        o = S q        (KDA: column j of S by g[j])
 //
-// Around it: q, k and v pass a short convolution over time, q and k get unit length, g and b come
-// from two more projections, and o passes a norm and a gate z.
+// Before the rule q, k and v pass the convolution, q and k get unit length, and two more
+// projections make g and b. After the rule o passes a norm and a gate z.
 
-// Early files of Qwen3-Next have q, k, v and z in one tensor, the rows of each key head in turn.
-// They are copied into the order of later files: those of q of all heads, of k, of v, of z.
+// Early files of Qwen3-Next have q, k, v and z in one tensor, where the rows of one key head follow
+// those of another. Copies them into the order of later files: q of all heads, k, v, z.
 static void load_interleaved(Loader *ld, Layer *w, int qkv, int values) {
     const Config *c = &ld->m->config;
     Matrix all = load_matrix(ld, "!ssm_in", c->dim, qkv + values, 1);
@@ -3259,6 +3260,7 @@ static void load_interleaved(Loader *ld, Layer *w, int qkv, int values) {
     w->z = matrix_rows(all, qkv, values);
 }
 
+// Loads the delta rule's matrices. In: the rows of q, k and v together, and those of v.
 static void load_delta(Loader *ld, Layer *w, int qkv, int values) {
     const Config *c = &ld->m->config;
     if (find_tensor(ld, "ssm_in", ".weight")) load_interleaved(ld, w, qkv, values);
@@ -3273,7 +3275,7 @@ static void load_delta(Loader *ld, Layer *w, int qkv, int values) {
     w->beta = load_matrix(ld, "!ssm_beta", c->dim, c->n_value, 1);
 }
 
-// One matrix [rows][dim] by the name of a, or two, a [..][dim] and behind it b [rows][..].
+// Loads one matrix [rows][dim] under a's name, or two, a [..][dim] and after it b [rows][..].
 static void load_pair(Loader *ld, const char *a_name, const char *b_name, int rows, Matrix *a,
                       Matrix *last) {
     int dim = ld->m->config.dim;
@@ -3283,10 +3285,10 @@ static void load_pair(Loader *ld, const char *a_name, const char *b_name, int ro
     } else *last = load_matrix(ld, a_name, dim, rows, 1);
 }
 
-// Kimi Delta Attention (KDA, arXiv 2510.26692): each column of S has a decay of its own, so g is a
-// vector [dk], and the gate of o is a sigmoid. q, k and v are three products with three
-// convolutions; their results lie side by side, as those of the one product do elsewhere. alpha and
-// z may be products of two matrices: alpha alpha_a h, z z_a h.
+// Loads Kimi Delta Attention (KDA, arXiv 2510.26692): each column of S has a decay of its own, so g
+// is a vector [dk], and the gate of o is a sigmoid. q, k and v are three products with three
+// convolutions, whose results lie side by side like those of one product. alpha and z may be
+// products of two matrices: alpha alpha_a h, z z_a h.
 static void load_kda(Loader *ld, Layer *w, int wide) {
     const Config *c = &ld->m->config;
     static const char *const name[3] = {"!ssm_conv1d_q", "!ssm_conv1d_k", "!ssm_conv1d_v"};
@@ -3317,9 +3319,9 @@ static uint64_t delta_state_size(const Config *c) {   // floats of a layer's sta
     return (uint64_t)c->n_value * delta_strips(c) * c->dk * DELTA_ROWS;
 }
 
-// scales one token's q and k to unit length, q also by 1/sqrt(dk); computes for each value head
+// Scales one token's q and k to unit length, q also by 1/sqrt(dk), and computes for each value head
 //   g = exp(a * t)      t = softplus(alpha + dt)      b = sigmoid(beta), or t in a state space
-// or, with a bound, g = exp(kda_lower * sigmoid(a * (alpha + dt)))
+// or, with a bound, g = exp(kda_lower * sigmoid(a * (alpha + dt))).
 static void delta_gates_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
     const Config *c = &s->m->config;
@@ -3404,13 +3406,15 @@ static void delta_out_row(Session *s, const void *arg, size_t i) {
 // ---- 19. the state space (Mamba-2, arXiv 2405.21060) ----
 //
 // The same memory, written without asking. A head writes its value x under the key b as strongly
-// as t says, which also says how much decays; c reads, and x itself is added:
+// as t says; t also sets how much decays. Then c reads, and x itself is added:
 //
 //   S *= exp(a t)        S += t x b'        y = S c + skip x
 //
-// One projection has z and x [n_value][dv], b and c [n_key][dk], and dt [n_value]. x, b and c pass
-// the convolution. Heads share b and c in groups, whose outputs are normed together.
+// One projection makes z and x [n_value][dv], b and c [n_key][dk], and dt [n_value]. x, b and c
+// pass the convolution. Heads share b and c in groups, and the outputs of a group are normed
+// together.
 
+// Loads them. In: the rows of x, b and c together, and those of x.
 static void load_space(Loader *ld, Layer *w, int xbc, int values) {
     const Config *c = &ld->m->config;
     load_fused(ld, "ssm_in", c->dim, 1, (Slice[]){{"!", values, &w->z}, {"!", xbc, &w->conv_in},
@@ -3462,9 +3466,9 @@ static bool load_recurrent(Loader *ld, Layer *w) {
                                      find_tensor(ld, "attn_qkv", ".weight"));
 }
 
-// The products of a recurrent mixer: what passes the convolution, to mix; gates z; decays; how
-// strongly it writes. Decays and gates of KDA may be two products each: the first of them goes to
-// s->att, which is free until there is a result.
+// Makes the inputs of a recurrent mixer: what passes the convolution (to mix), gates z, decays, and
+// how strongly it writes. KDA's decays and gates may be two products each, of which the first goes
+// to s->att, because that is free until there is a result.
 static void recurrent_products(Session *s, const Layer *w, float *mix) {
     int n = s->n, k = 0;
     bool both = w->beta_alpha.data, two = w->alpha_a.data, z_two = w->z_a.data;
@@ -3506,18 +3510,18 @@ static void recurrent(Session *s) {
 
 // ---- 21. latent attention (arXiv 2405.04434) ----
 //
-// What is cached of a token are two vectors that all heads share: c, from which each head could
-// make its key and its value, and r, a key with RoPE. A head need not make them: what its matrix
-// Kb [lora][nope] would do to each c is done to its query once, and what Vb [vd][lora] would do, to
-// the sum of the c's. So this is attention with one KV head, whose values are the first `lora`
-// numbers of its keys:
+// The cache holds two vectors of a token, which all heads share: c, from which each head could make
+// its key and its value, and r, a key with RoPE. But a head does not make them. It applies its
+// matrix Kb [lora][nope] once to its query, not to each c, and Vb [vd][lora] once to the sum of the
+// c's. So this is attention with one KV head, whose values are the first `lora` numbers of its
+// keys:
 //
 //   c | r = A h                      of each token; the cache has its row, norm(c) | rope(r)
 //   q = Qb norm(Qa h), or Q h        of each head; its parts are nope | rotated
 //   query = Kb nope | rope(rotated)
 //   o = Vb (the sum of the norm(c)'s, weighed by softmax(scale * query . row))
 
-// Kb of all heads, which a file may hold as rows that make keys: turned, in memory of its own
+// Returns Kb of all heads, transposed from the rows that make keys in some files.
 static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
     size_t lora = w->cols, size = lora * nope;
     uint16_t *to = ld->ok ? keep_memory(ld, (uint64_t)n_head * size * sizeof *to) : NULL;
@@ -3531,8 +3535,8 @@ static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
     return (Matrix){(uint8_t *)to, QUANT_F16, lora, nope, NULL, NULL, 2 * size, 0, 0};
 }
 
-// A head's widths are those of the queries and values that it stands for, and so is the scale.
-// RoPE scaling sharpens the scores, too. Such files give a tenth of yarn_log.
+// Sets the widths of the queries and values that a head stands for; the scale follows from them.
+// RoPE scaling sharpens the scores, too. Files give a tenth of yarn_log.
 static void derive_latent(Config *c, uint64_t flags) {
     bool swapped = c->hd != c->lora + c->n_rot && c->latent_hd == c->lora + c->n_rot;   // by Ollama
     if (!c->latent_hd || swapped) c->latent_hd = c->hd;
@@ -3546,6 +3550,7 @@ static void derive_latent(Config *c, uint64_t flags) {
     c->yarn_log = by_log ? 1 : 10 * c->yarn_log;   // 1: rope_scaling returns rope_mag
 }
 
+// Loads latent attention. Out: the layer's one KV head, of widths lora + n_rot and lora.
 static void load_latent(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int n = w->n_head, hd = c->latent_hd, vd = c->latent_vd, nope = hd - w->n_rot;
@@ -3585,7 +3590,7 @@ static void latent_query_row(Session *s, const void *arg, size_t i) {   // norm(
     norm(s->z + i * w->n, s->z + i * w->n, w->n, w, NORM_RMS, s->m->config.eps);
 }
 
-// norms and rotates a token's row, and caches it; rotates the last n_rot numbers of its queries
+// Norms and rotates a token's row, and caches it. Rotates the last n_rot numbers of its queries.
 static void latent_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
     const Config *c = &s->m->config;
@@ -3646,8 +3651,7 @@ static void latent_attention(Session *s) {
 }
 
 // Tokens look at each other by latent attention, by a memory of fixed size, or by attention and a
-// memory: these read the same input, and s->out has room for one result, so attention's is added
-// here.
+// memory side by side. s->out has room for one result only, so attention's is added here.
 static void mix_tokens(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     if (w->k_b.data) latent_attention(s);
@@ -3656,17 +3660,16 @@ static void mix_tokens(Session *s) {
     if (w->mixer) recurrent(s);
 }
 
-// ---- 22. shared caches, an input for each layer (Gemma 4) ----
+// ---- 22. borrowed caches, an input for each layer (Gemma 4) ----
 //
-// The last layers have no keys and values: they read the cache of the last layer before them of
-// their kind, windowed or not. And each layer gets p numbers of its own for each token, from a
-// second, large table of embeddings T and from the first embedding x, and adds them by way of a
-// gate at its end:
+// The last layers have no keys and values: each reads the cache of the last layer before them that
+// is of its kind, windowed or not. And each layer has p numbers of its own for each token, made of
+// a second, large table of embeddings T and of the first embedding x. A gate adds them at its end:
 //
 //   e_l = (norm(P x / sqrt(dim))_l + sqrt(p) T[id]_l) / sqrt(2)
 //   x += norm(Proj (act(Gate x) * e_l))
 
-static bool load_source(Loader *ld, Layer *w) {   // sets w->source; does the layer share a cache?
+static bool load_source(Loader *ld, Layer *w) {   // sets w->source; does the layer borrow a cache?
     const Config *c = &ld->m->config;
     int n_borrow = ld->hints.n_borrow;
     int n_cached = larger(larger(c->n_layer, n_borrow) - n_borrow, 1);
@@ -3732,10 +3735,10 @@ static void add_layer_input(Session *s) {
 
 // ---- 23. memory ----
 
-// An arena hands out pieces of one block of memory. A plan takes buffers from it, and runs twice:
-// on an arena without a block (base NULL) it only counts, then it places the buffers in a block of
-// that size. Setting `used` back lets buffers that never live together share bytes; `peak` is the
-// most in use.
+// An arena hands out buffers from one stretch of memory. A plan takes them, and runs twice: on an
+// arena without memory (base NULL) it only counts bytes, then it places the buffers in as much
+// memory. Where a plan sets `used` back, buffers that never live together share bytes; `peak` is
+// the most in use.
 static void *arena_take(Arena *a, uint64_t count, uint64_t size) {
     uint64_t at = a->used;
     a->used += (count * size + 63) / 64 * 64;
@@ -3744,11 +3747,10 @@ static void *arena_take(Arena *a, uint64_t count, uint64_t size) {
     return a->base ? a->base + at : NULL;
 }
 
-// floats that a token takes at most
+// the most floats that a token takes in each buffer
 typedef struct { uint64_t q, k, v, att, mix, z, ff, squeezed; } Widths;
 
-// Widens `most`, floats of a token, so that layer w fits.
-static void widen(Widths *most, const Config *c, const Layer *w) {
+static void widen(Widths *most, const Config *c, const Layer *w) {   // so that layer w fits
     size_t heads = (size_t)w->n_head * w->hd;
     size_t gates = (size_t)w->q.rows > heads ? heads : 0;   // in q
     most->q = larger(most->q, heads);
@@ -3767,30 +3769,7 @@ static void widen(Widths *most, const Config *c, const Layer *w) {
     most->att = larger(most->att, larger(w->z.rows, w->alpha_a.rows + w->z_a.rows));
 }
 
-static void plan_mixers(Session *s, Arena *a, const Widths *most) {
-    const Config *c = &s->m->config;
-    uint64_t n = s->o.chunk, f = sizeof(float);
-    s->mix = arena_take(a, (n + c->conv) * most->mix, f);
-    s->z = arena_take(a, n * most->z, f);
-    s->beta_alpha = arena_take(a, n * 2 * c->n_value, f);
-    s->decay = arena_take(a, n * c->n_value * larger(c->kda, 1), f);
-    s->strength = arena_take(a, n * c->n_value, f);
-}
-
-static void plan_experts(Session *s, Arena *a, const Widths *most) {
-    const Config *c = &s->m->config;
-    uint64_t n = s->o.chunk, rows = larger(n, c->n_used), f = sizeof(float);
-    uint64_t wide = c->n_expert ? larger(c->dim, most->squeezed) : 0;   // of an expert's input
-    s->gathered = arena_take(a, rows * wide, f);
-    s->expert_out = arena_take(a, rows * wide, f);
-    s->squeezed = arena_take(a, n * most->squeezed, f);
-    s->squeezed_sum = arena_take(a, n * most->squeezed, f);
-    s->chosen = arena_take(a, n * c->n_used, sizeof *s->chosen);
-    s->order = arena_take(a, n * c->n_used, sizeof *s->order);
-    s->weight = arena_take(a, n * c->n_used, f);
-}
-
-// Recurrent layers lie together, so that a snapshot is one copy.
+// The states of recurrent layers lie side by side, so that a snapshot is one copy.
 static void plan_states(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     uint64_t start = a->used, f = sizeof(float);
@@ -3811,8 +3790,8 @@ static void copy_states(Session *s, float *to, const float *from) {
     if (bytes && !gpu_copy(s, to, from, bytes)) memcpy(to, from, bytes);
 }
 
-// The most scratch that matmul and attention take, by a dry run: with an arena that only counts,
-// forward touches no data. A few tokens and a chunk take different ways.
+// Returns the most scratch that matmul and attention take, by a dry run: if the arena only counts,
+// forward touches no data. It runs twice, because a few tokens and a chunk take different ways.
 static uint64_t count_op_scratch(Session *s) {
     int counts[] = {s->o.chunk < FEW ? s->o.chunk : FEW, s->o.chunk};
     s->op_scratch = (Arena){0};
@@ -3824,8 +3803,8 @@ static uint64_t count_op_scratch(Session *s) {
     return s->op_scratch.peak;
 }
 
-// Every buffer that forward uses, for the widest layer. Those of attention (or another mixer), of
-// the FFN (or experts), and of the logits never live together: they share bytes.
+// Takes every buffer that forward uses, as wide as the widest layer needs. Buffers of attention (or
+// another mixer), of the FFN (or experts), and of the logits never live together: they share bytes.
 static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     int n_rot[] = {[FULL] = c->n_rot, [WINDOWED] = c->n_rot_local};
@@ -3845,28 +3824,37 @@ static void plan_scratch(Session *s, Arena *a) {
     s->index = arena_take(a, s->n_index, sizeof *s->index);
     // SmallThinker routes before attention
     s->route = arena_take(a, n * larger(c->n_expert, 1), f);
-    uint64_t shared = a->used;   // 1: attention
+    uint64_t start = a->used;   // 1: attention or another mixer
     s->q = arena_take(a, n * most.q, f);
     s->k = arena_take(a, n * most.k, f);
     s->v = arena_take(a, n * most.v, f);
     s->att = arena_take(a, n * most.att, f);
-    plan_mixers(s, a, &most);
-    a->used = shared;            // 2: the FFN
-    uint64_t rows = larger(n, c->n_used);
+    s->mix = arena_take(a, (n + c->conv) * most.mix, f);
+    s->z = arena_take(a, n * most.z, f);
+    s->beta_alpha = arena_take(a, n * 2 * c->n_value, f);
+    s->decay = arena_take(a, n * c->n_value * larger(c->kda, 1), f);
+    s->strength = arena_take(a, n * c->n_value, f);
+    a->used = start;            // 2: the FFN or experts
+    uint64_t rows = larger(n, c->n_used), wide = c->n_expert ? larger(c->dim, most.squeezed) : 0;
     s->gate = arena_take(a, rows * most.ff, f);
     s->up = arena_take(a, rows * most.ff, f);
-    plan_experts(s, a, &most);
-    a->used = shared;            // 3: logits
+    s->gathered = arena_take(a, rows * wide, f);
+    s->expert_out = arena_take(a, rows * wide, f);
+    s->squeezed = arena_take(a, n * most.squeezed, f);
+    s->squeezed_sum = arena_take(a, n * most.squeezed, f);
+    s->chosen = arena_take(a, n * c->n_used, sizeof *s->chosen);
+    s->order = arena_take(a, n * c->n_used, sizeof *s->order);
+    s->weight = arena_take(a, n * c->n_used, f);
+    a->used = start;            // 3: logits
     s->logits = arena_take(a, (uint64_t)LOGIT_ROWS * c->n_vocab, f);
     s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
     s->penalized = arena_take(a, c->n_vocab, sizeof *s->penalized);
 }
 
-// Runs a plan to learn the size, and again to place the buffers: in whole pages (what a GPU can
-// share), which the system hands out zeroed when they are first touched. what: the buffers, and
-// what to try if there is no memory for them.
-static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, const char *what,
-                       Error *e) {
+// Runs a plan to learn the size, and again to place the buffers: in whole pages, which a GPU can
+// share and which the system zeroes when they are first touched. what: names the buffers, and what
+// to try if there is no memory for them.
+static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e) {
     Arena a = {0};
     plan(s, &a);
     uint64_t size = larger(a.peak, 1);
