@@ -1524,12 +1524,12 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // To add an architecture:
 //   1. Read the values off its reference implementation. Add its name to a row of ARCHS that has
 //      them, or add a row. The first row that fits counts; without .period no layer has a window.
-//   2. Add the name to the rows of KEYS whose keys it reads, unless all architectures read them:
-//      other keys are ignored, and only those of RoPE, attention and experts are noted.
-//   3. Add the name to the rows of NEEDS: otherwise such a tensor may be missing.
-//   4. A number under a new key gets a row in KEYS; a tensor under a new name gets a line in the
-//      load_ function of its block; a new difference gets a field of Config, or a flag if only
-//      loading needs it. What a GPU cannot run, gpu_lacks in metal.c names.
+//   2. Add the name to the rows of KEYS that it reads and not all architectures do: without it a
+//      key is ignored, and only those of RoPE, attention and experts are noted.
+//   3. Add the name to the rows of NEEDS: without it such a tensor may be missing.
+//   4. A new key gets a row in KEYS, a tensor with a new name a line in its block's load_ function,
+//      a new difference a field of Config, or a flag if only loading needs it. What a GPU cannot
+//      run, gpu_lacks in metal.c names.
 //   5. Add a row to SHAPES in test.c, whose tests ask for what is left.
 // RoPE's pairing is the usual mistake, and position 0 cannot show it.
 //
@@ -1739,7 +1739,6 @@ typedef struct {
 #define CONFIG(field) IN_CONFIG, false, offsetof(Config, field)
 #define HINT(field) IN_HINTS, false, offsetof(Hints, field)
 #define LAYER(field) IN_LAYER, true, offsetof(Layer, field)
-#define LAYER_HINT(field) IN_HINTS, true, offsetof(Hints, field)
 #define ANY -FLT_MAX, FLT_MAX
 #define ROUTED "afmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "\
                "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 step35"   // see expert_ keys
@@ -1777,7 +1776,7 @@ static const Key KEYS[] = {
     {"embedding_length_per_layer_input", INT, CONFIG(per_layer), 0, 1 << 16, "gemma4"},
     {"attention.sliding_window", INT, CONFIG(window), 0, INT_MAX,
      "all cohere2* cohere2moe* gemma-embedding* gpt-oss* maple* spark2_5* step35*"},
-    {"attention.sliding_window_pattern", INT, LAYER_HINT(pattern), 0, INT_MAX,
+    {"attention.sliding_window_pattern", INT, IN_HINTS, true, offsetof(Hints, pattern), 0, INT_MAX,
      "all maple* spark2_5* step35*"},
     {"leading_dense_block_count", INT, HINT(n_rotated), 0, 1 << 14, "cohere2moe*"},
     {"num_loops", INT, CONFIG(n_loops), 1, 64, "nanbeige"},
@@ -1851,7 +1850,6 @@ static const Key KEYS[] = {
 #undef CONFIG
 #undef HINT
 #undef LAYER
-#undef LAYER_HINT
 #undef ANY
 #undef ROUTED
 
@@ -2094,12 +2092,9 @@ static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
 
 // Part III has these.
 static void load_gate(Loader *ld, Layer *w, int n_head, int vd);
-static void load_experts(Loader *ld, Layer *w);
-static void load_latent(Loader *ld, Layer *w);
-static void derive_latent(Config *c, uint64_t flags);
-static void load_inputs(Loader *ld, Layer *w);
-static bool load_recurrent(Loader *ld, Layer *w);
-static bool load_source(Loader *ld, Layer *w);
+static void load_experts(Loader *ld, Layer *w), load_inputs(Loader *ld, Layer *w);
+static bool load_recurrent(Loader *ld, Layer *w), load_source(Loader *ld, Layer *w);
+static void load_latent(Loader *ld, Layer *w), derive_latent(Config *c, uint64_t flags);
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
@@ -3358,13 +3353,14 @@ static HeadInputs head_inputs(const Session *s, const Layer *w, int h) {
     const Config *c = &s->m->config;
     int key = c->key_tiled ? h % c->n_key : h / (c->n_value / c->n_key);   // the key head
     size_t keys = c->n_key * c->dk, values = c->n_value * c->dv;   // floats of all heads
-    const float *q = s->mix + key * c->dk, *k = q + keys, *v = s->mix + 2 * keys;
+    size_t q = 0, k = keys, v = 2 * keys;   // where those of all heads begin
     if (w->mixer == MIX_SPACE) {
-        v = s->mix;
-        k = v + values + key * c->dk;
-        q = k + keys;
+        q = values + keys;
+        k = values;
+        v = 0;
     }
-    return (HeadInputs){q, k, v + h * c->dv, w->conv_in.rows};
+    return (HeadInputs){s->mix + q + key * c->dk, s->mix + k + key * c->dk,
+                        s->mix + v + h * c->dv, w->conv_in.rows};
 }
 
 // The rule in plain loops: strip i of S, over all tokens of the chunk. A state space does not ask.
