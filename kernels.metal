@@ -31,7 +31,7 @@
 //       sort_choices      sort_choices; also lists the tiles that gemm computes
 //       weigh_experts     the sum at the end of run_experts, and add_shared_row
 //    8. delta_conv        delta_conv
-//       delta_rule        delta_gates_row, then delta_block, kda_block or space_block
+//       delta_rule        delta_gates_row, then plain_memory
 //
 // Names: tg is the threadgroup, tid a thread in it, sg one of its nsg SIMD-groups and lane a thread
 // in that; all are numbers. `shared` is the threadgroup's memory. g is a group of 32 weights, t a
@@ -258,10 +258,16 @@ enum { FORMAT_F32 = 0, FORMAT_F16 = 1, FORMAT_Q8_0 = 8, FORMAT_BF16 = 30 };   //
 enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
 enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: a norm, its weights, its bias
 enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see gemm
-#ifndef METAL_HOST   // as in llm.c. RoPE's pairs are (i, i + n_rot / 2) or (2i, 2i + 1)
-enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI, ACT_RELU, ACT_XIELU };
-enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };
-enum { FEW = 8 };
+// llm.c's numbers. RoPE's pairs are (i, i + n_rot / 2) or (2i, 2i + 1)
+#define NUMBERS_OF_LLM(X) \
+    X(ACT_SILU, 0) X(ACT_GELU, 1) X(ACT_RELU2, 2) X(ACT_SWIGLU_OAI, 3) X(ACT_RELU, 4) \
+    X(ACT_XIELU, 5) X(ACT_COUNT, 6) X(ROPE_HALVES, 0) X(ROPE_PAIRS, 1) X(ROPE_NONE, 2) X(FEW, 8)
+#ifdef METAL_HOST
+#define NUMBER(name, value) _Static_assert((int)name == value, "llm.c has another number");
+NUMBERS_OF_LLM(NUMBER)
+#else
+#define NUMBER(name, value) enum { name = value };
+NUMBERS_OF_LLM(NUMBER)
 #endif
 
 // metal.c sets these constants when it makes a pipeline: the compiler decides every `if` on them.
@@ -893,7 +899,8 @@ static inline float activation(float x) {
         return 0.5f * x * (1.0f + tanh(clamp(t, -10.0f, 10.0f)));
     }
     if (ACTIVATION == ACT_RELU) return x < 0.0f ? 0.0f : x;
-    return x < 0.0f ? 0.0f : x * x;
+    if (ACTIVATION == ACT_RELU2) return x < 0.0f ? 0.0f : x * x;
+    return 0.0f / 0.0f;   // unknown: a NaN, which the session reports
 }
 
 // log(1 + exp(x)); where exp(x) is small, 1 + exp(x) alone would lose its digits

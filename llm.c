@@ -142,7 +142,7 @@ typedef struct {
     int n_rot_local;           // n_rot of windowed layers
     float rope_base_local;     // rope_base of windowed layers (Gemma 3)
     bool local_unscaled;       // windowed layers ignore the scaling that follows, but rope_mag,
-    bool local_plain;          // and rope_mag
+    bool local_no_mag;         // and rope_mag
     int n_ctx_orig;            // n_ctx before the scaling
     float rope_factor, rope_mag;   // frequencies are divided by it; factor of cosines and sines
     bool yarn;                 // YaRN slows low frequencies only, see rope_scaling
@@ -157,8 +157,8 @@ typedef struct {
     int n_group, n_group_used; // experts stand in groups, of which a token uses some (DeepSeek)
     bool routed_first;         // the router reads the stream before attention (SmallThinker)
     int gating;                // GATING_SOFTMAX or GATING_SIGMOID
-    bool gates_normed;         // the weights of the chosen experts are divided by their sum
-    float gates_scale;         // factor of their weights
+    bool weights_normed;         // the weights of the chosen experts are divided by their sum
+    float weights_scale;         // factor of their weights
     float router_scale;        // factor of the router's product, if its input is normed (Gemma 4)
     bool inputs_weighed;       // an expert's weight is a factor of its input, not result (Llama 4)
     // recurrent mixers
@@ -228,7 +228,7 @@ typedef struct {
     const float *router_bias;  // [n_expert] for the choice only, or NULL
     Matrix shared_gate, shared_up, shared_down;   // an FFN for every token
     Matrix shared_router;      // [1][dim] makes its weight
-    Matrix latent_down, latent_up;   // [wide][dim], [dim][wide]: experts read another width
+    Matrix squeeze, unsqueeze;   // [wide][dim], [dim][wide]: experts read fewer numbers
     Norm router_norm, expert_norm, expert_post, shared_post;   // [dim] (Gemma 4, see load_experts)
     // latent attention, where there is a k_b
     Matrix q_a;                // [q.cols][dim]: q is two products
@@ -274,7 +274,10 @@ typedef struct {
 } Model;
 
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
-enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI, ACT_RELU, ACT_XIELU };
+// A new activation goes here and into activation_of and activate (section 15), load_ffn (has it a
+// gate?), a row of ARCHS and print_info; for a GPU into NUMBERS_OF_LLM and activation of
+// kernels.metal; into reference_activation of test.c. Asserts and tests ask for what is missing.
+enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI, ACT_RELU, ACT_XIELU, ACT_COUNT };
 enum { FULL, WINDOWED };   // kinds of layers: WINDOWED ones have a window of their own
 
 // ---- 3. the types of a session ----
@@ -358,14 +361,14 @@ typedef struct Session {
     float *mix;                // [n][n_head][2 * hd] q with gates, or latent queries; of recurrent
                                // mixers [conv-1 + n][channels]
     float *z;                  // [n][..] gates; of latent attention the input of q
-    float *beta_alpha, *write_gate;   // [n][2 * n_value], [n][n_value] of the delta rule
+    float *beta_alpha, *strength;   // [n][2 * n_value], [n][n_value] of the delta rule
     float *decay;              // [n][n_value] of it, in KDA [n][n_value][dk]
     float *route;              // [n][n_expert] the logits of a router
     int32_t *chosen;           // [n][n_used] a token's experts, the best first: its choices
     float *weight;             // [n][n_used] of the choices
     int32_t *order;            // [n * n_used] indices of all choices, sorted by expert
     float *gathered, *expert_out;     // [rows][dim or wide] what experts read; their results
-    float *latent, *latent_sum;       // [n][wide] input and result of latent experts
+    float *squeezed, *squeezed_sum;   // [n][wide] the experts' input, squeezed; their sum
     float *recurrent;          // [n_recurrent] conv and state of all layers
     size_t n_recurrent;        // floats
     float *saved, *unguessed;  // [n_recurrent] copies: the snapshot; the states before guesses
@@ -1149,9 +1152,9 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
 // In: the path of a file. Out: a Model, most of whose weights point into the mapped file, or one
 // line that says what is wrong. Read ARCHS and KEYS first (section 12): these two tables, and which
 // tensors a file has, say what a model is. Section 11 reads the file's lists of keys and tensors.
-// Section 13 fills Config and each Layer from them: model_load, weights_load, load_layer; what only
-// blocks of other families have, the load_ functions of Part III find. Where a caller puts words in
-// front of what an inner function says, that one has an Error of its own, `why`.
+// Section 13 fills Config and each Layer from them: model_load, weights_load, load_layer. Load_
+// functions of Part III load what only other families have. A caller that prefixes an inner
+// function's message passes it a separate Error, `why`.
 
 #include <errno.h>             // what Part I does not need
 #include <fcntl.h>
@@ -1176,10 +1179,10 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
 //
 // The file is not trusted. The cursor that reads it fails once and stays failed, so that one check
 // at the end of a step is enough; no count may exceed what the file's bytes could hold; each tensor
-// must lie inside the file. Strings and weights are pointers into it; what loading must change is
-// copied (keep_memory).
+// must lie inside the file. Strings and weights point into the file; loading copies what it must
+// change (keep_memory).
 
-// realloc for so many items; also NULL if their bytes are more than a size_t counts
+// realloc for count items; NULL also where their bytes overflow a size_t
 static void *resize(void *p, uint64_t count, size_t size) {
     return count > SIZE_MAX / size ? NULL : realloc(p, count * size);
 }
@@ -1214,9 +1217,9 @@ static bool str_cut(Str *s, const char *head) {   // takes head off the front, i
     return true;
 }
 
-// Finds a word in a list such as "llama* mistral3* ernie4_5-moe". A star behind a word is the
-// caller's to read: in ARCHS it says verified, in KEYS required. Returns a pointer behind the word,
-// to a star, a blank or the end; NULL if the list lacks it.
+// Finds a word in a list such as "llama* mistral3* ernie4_5-moe". Returns a pointer to what follows
+// the word, a star, a blank or the end; NULL if the list lacks the word. The caller gives the star
+// its meaning: the name of a verified model in ARCHS, of one that needs the key in KEYS.
 static const char *find_str(Str word, const char *words) {
     if (!word.n || memchr(word.s, 0, word.n) || memchr(word.s, ' ', word.n)) return NULL;
     while (words) {
@@ -1384,7 +1387,7 @@ static double meta_float(const Meta *m, uint64_t i) {
     }
 }
 
-static int64_t meta_int(const Meta *m, uint64_t i) {   // to +-1e15, which a double holds exactly
+static int64_t meta_int(const Meta *m, uint64_t i) {   // within +-1e15, where doubles are exact
     return fmin(fmax(meta_float(m, i), -1e15), 1e15);
 }
 
@@ -1446,7 +1449,7 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     if (t) g->tensors = t;
     if (!m || !t) return fail(e, "out of memory");
 
-    m += g->n_meta;      // this part's entries stand behind those of the parts before it
+    m += g->n_meta;      // the entries of this part follow those of earlier parts
     t += g->n_tensors;
     for (size_t k = 0; k < n_meta; k++)
         if (!read_meta(&in, &m[k], &why))
@@ -1465,8 +1468,8 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
         if (!read_tensor(&in, &t[k], align, &why))
             return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
     size_t start = (in.p - map->base + align - 1) / align * align;   // where the data begin
-    // Each tensor begins where the one before it ends. Otherwise that one has another size than its
-    // type and shape say, and would be read wrongly.
+    // Each tensor must begin where the one before it ends. A gap means that the earlier tensor has
+    // another size than its type and shape say, so that we would misread it.
     if (n_tensors && t->offset) return fail(e, "tensor %.*s: not at offset 0", STR_ARG(t->name));
     for (size_t k = 1; k < n_tensors; k++) {
         double room = (double)t[k].offset - t[k - 1].offset, size = tensor_bytes(&t[k - 1]);
@@ -1515,24 +1518,25 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // ---- 12. architectures ----
 //
 // Two tables and a file's tensors say what a model is. A row of ARCHS says how an architecture
-// differs from a plain Llama. KEYS lists most numbers that a file gives, and who reads them. Which
-// tensors there are says the rest (biases, QK norms, post-norms, fused QKV or gate-up, experts,
-// sinks, tied output).
+// differs from a plain Llama. A row of KEYS is a number that files give, with the architectures
+// that read it. The tensors of a file say the rest (biases, QK norms, post-norms, fused QKV or
+// gate-up, experts, sinks, tied output).
 //
-// To add an architecture: read the values off its reference implementation, add its name to a row
-// that has them, or a new row (the first that fits counts; without .local no layer has a window),
-// and run `./llm model.gguf --info`. Add the name in KEYS to the keys that it reads and not all do,
-// in NEEDS to the tensors that it cannot do without: else such a key is ignored (only those of
-// RoPE, attention and experts are noted), such a tensor may be missing. A number under a new key
-// gets a row in KEYS, a tensor under a new name a line in its block's load_ function, a new
-// difference a field of Config, or a flag if only loading needs it; what a GPU lacks, gpu_lacks in
-// metal.c says. Then add a row to SHAPES in test.c, whose tests ask for what is left. RoPE
-// pairing is the usual mistake, and position 0 cannot show it.
+// To add an architecture:
+//   1. Read the values off its reference implementation. Add its name to a row of ARCHS that has
+//      them, or add a row. The first row that fits counts; without .period no layer has a window.
+//   2. Add the name to the rows of KEYS that it reads and not all architectures do: without it a
+//      key is ignored, and only those of RoPE, attention and experts are noted.
+//   3. Add the name to the rows of NEEDS: without it such a tensor may be missing.
+//   4. A new key gets a row in KEYS, a tensor with a new name a line in its block's load_ function,
+//      a new difference a field of Config, or a flag if only loading needs it. What a GPU cannot
+//      run, gpu_lacks in metal.c names.
+//   5. Add a row to SHAPES in test.c, whose tests ask for what is left.
+// RoPE's pairing is the usual mistake, and position 0 cannot show it.
 //
 // Every row was measured against llama.cpp on random f32 models: logits agree to an NMSE of 1e-6.
-// golden/ has llama.cpp's logits for the names with a star.
-//
-// KEYS and the names of tensors are as the files are: there is no rule behind them to look for.
+// golden/ has llama.cpp's logits for the names with a star. The keys and the names of tensors
+// follow no rule.
 
 enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };   // Layer.mixer
 enum { GATING_SOFTMAX = 1, GATING_SIGMOID };         // Config.gating
@@ -1546,17 +1550,17 @@ enum {   // what only loading needs to know
     SCALE_BY_DIM = 1 << 5,        // attention scale is 1/sqrt(dim / n_head), not 1/sqrt(hd)
     SCALE_BY_HEAD = 1 << 6,       // attention scale is 1/hd, not 1/sqrt(hd)
     YARN_SCORES = 1 << 7,         // RoPE scaling sharpens the scores, too
-    BOTH_WAYS = 1 << 8,           // a token sees those behind it, too; half a window on each side
-    FULL_FIRST = 1 << 9,          // of `local` layers the first sees all, not the last
+    BOTH_WAYS = 1 << 8,           // a token also sees later ones: half a window on each side
+    FULL_FIRST = 1 << 9,          // the first layer of a period sees all, not the last
     LOCAL_SINKS = 1 << 10,        // only windowed layers have sinks
     MAY_BE_PARALLEL = 1 << 11,    // without a norm before it the FFN reads what attention reads
     GATE = 1 << 12,               // attention has gates in a tensor of its own
-    ROPE_PLAIN = 1 << 13,         // all of a head turns, base 10000, unscaled, whatever a file says
+    ROPE_FIXED = 1 << 13,         // all of a head turns, base 10000, unscaled, whatever a file says
     FF_BOTH = 1 << 14,            // feed_forward_length counts gate and up
     HALF_ROTATED = 1 << 15,       // layers that see all rotate half of rope.dimension_count
     QK_NORM_BARE = 1 << 16,       // QK norm without weights in layers with RoPE
     WINDOW_SET = 1 << 17,         // a window is 4096, whatever the file says
-    SHARED_AVERAGED = 1 << 18,    // of experts and a shared one the mean is taken, not the sum
+    SHARED_AVERAGED = 1 << 18,    // the mean of experts and shared expert is taken, not the sum
     FFN_OR_NOTHING = 1 << 19,     // a layer without an FFN is empty
     YARN_LOG = 1 << 20,           // YARN_SCORES, and YaRN with a yarn_log leaves the cosines alone
 };
@@ -1567,35 +1571,36 @@ typedef struct {
     const char *names;         // "llama* mistral3*"
     Config c;                  // what differs from a Llama's; a file's keys override it
     int flags;
-    uint8_t local;             // every local-th layer sees all, the others a window; 0: every layer
-                               // sees all; NO_LAYER: none does
+    uint8_t period;            // every period-th layer sees all, the others a window; 0: all layers
+                               // see all; NO_LAYER: none does
     uint8_t no_rope;           // every no_rope-th layer has no RoPE
     uint8_t n_layer;           // the row is for models of this many layers; 0: for any
 } Arch;
 
-static const Arch ARCHS[] = {   // the first row with the file's name and size counts
-    {"llama* mistral3* ernie4_5-moe", .c = {.rope = ROPE_PAIRS, .gates_normed = true}},
+static const Arch ARCHS[] = {   // the first row with the file's name and n_layer counts
+    {"llama* mistral3* ernie4_5-moe", .c = {.rope = ROPE_PAIRS, .weights_normed = true}},
     {"llama4*", .c = {.rope = ROPE_PAIRS, .span = 8192, .window = 8192, .gating = GATING_SIGMOID,
      .qk_norm_late = true, .inputs_weighed = true, .sharpen_scale = 0.1f, .sharpen_length = 8192},
-     .flags = QK_NORM_BARE, .local = 4, .no_rope = 4},
+     .flags = QK_NORM_BARE, .period = 4, .no_rope = 4},
     {"maincoder", .c = {.rope = ROPE_PAIRS, .qk_norm_late = true}},
     {"refact", .c = {.rope = ROPE_NONE, .alibi = 8}},
-    {"cogvlm", .flags = ROPE_PLAIN},
-    {"deepseek2-ocr", .flags = ROPE_PLAIN | YARN_SCORES},
+    {"cogvlm", .flags = ROPE_FIXED},
+    {"deepseek2-ocr", .flags = ROPE_FIXED | YARN_SCORES},
     {"eurobert", .flags = BOTH_WAYS},
     {"qwen", .flags = FF_BOTH},
-    {"plamo3", .c = {.rope_base_local = 10000, .local_unscaled = true}, .local = 8},
+    {"plamo3", .c = {.rope_base_local = 10000, .local_unscaled = true}, .period = 8},
     {"muse-glimmer*", .c = {.rope = ROPE_PAIRS, .embd_normed = true, .local_unscaled = true,
-     .logit_cap = 30}, .flags = GATE | LOCAL_ROPE, .local = 4},
-    {"laguna*", .c = {.softplus_gates = true, .local_unscaled = true, .local_plain = true,
-     .gating = GATING_SIGMOID}, .flags = GATE | FULL_FIRST, .local = 4},
-    {"afmoe", .c = {.gating = GATING_SIGMOID}, .flags = GATE | EMBD_SQRT, .local = 4, .no_rope = 4},
-    {"spark2_5", .c = {.act = ACT_GELU}, .flags = GATE, .local = 4},
+     .logit_cap = 30}, .flags = GATE | LOCAL_ROPE, .period = 4},
+    {"laguna*", .c = {.softplus_gates = true, .local_unscaled = true, .local_no_mag = true,
+     .gating = GATING_SIGMOID}, .flags = GATE | FULL_FIRST, .period = 4},
+    {"afmoe", .c = {.gating = GATING_SIGMOID}, .flags = GATE | EMBD_SQRT,
+     .period = 4, .no_rope = 4},
+    {"spark2_5", .c = {.act = ACT_GELU}, .flags = GATE, .period = 4},
     {"step35*", .c = {.gating = GATING_SIGMOID, .rope_base_local = 10000, .local_unscaled = true},
-     .flags = GATE | HALF_ROTATED, .local = 4},
-    {"kimi-linear*", .c = {.rope = ROPE_PAIRS, .gates_normed = true}, .no_rope = 1},
+     .flags = GATE | HALF_ROTATED, .period = 4},
+    {"kimi-linear*", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .no_rope = 1},
     {"bailingmoe3*", .c = {.rope = ROPE_PAIRS}, .flags = GATE},
-    {"llama-embed neo-bert", .c = {.rope = ROPE_PAIRS, .gates_normed = true}, .flags = BOTH_WAYS},
+    {"llama-embed neo-bert", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .flags = BOTH_WAYS},
     {"baichuan", .c = {.rope = ROPE_PAIRS}, .n_layer = 32},
     {"baichuan", .c = {.rope = ROPE_NONE, .alibi = 8}, .n_layer = 40},
     {"baichuan mamba2*", .c = {.rope = ROPE_NONE}},
@@ -1603,57 +1608,59 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
      .c = {.rope = ROPE_PAIRS}},
     {"deci*", .c = {.rope = ROPE_PAIRS}, .flags = FFN_OR_NOTHING},
     {"smollm3", .c = {.rope = ROPE_PAIRS}, .no_rope = 4},
-    {"granite granitehybrid*", .c = {.rope = ROPE_PAIRS, .gates_normed = true},
+    {"granite granitehybrid*", .c = {.rope = ROPE_PAIRS, .weights_normed = true},
      .flags = ROPE_TUNED | LOGIT_DIVIDE},
-    {"granitemoe", .c = {.rope = ROPE_PAIRS, .gates_normed = true}, .flags = LOGIT_DIVIDE},
-    {"granite_swa", .c = {.rope = ROPE_PAIRS, .gates_normed = true},
-     .flags = LOGIT_DIVIDE, .local = 4},
-    {"minicpm", .c = {.rope = ROPE_PAIRS, .gates_normed = true}, .flags = LOGIT_DIVIDE | MUP},
+    {"granitemoe", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .flags = LOGIT_DIVIDE},
+    {"granite_swa", .c = {.rope = ROPE_PAIRS, .weights_normed = true},
+     .flags = LOGIT_DIVIDE, .period = 4},
+    {"minicpm", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .flags = LOGIT_DIVIDE | MUP},
     {"minicpm3", .flags = MUP},
     {"arcee plm", .c = {.act = ACT_RELU2, .rope = ROPE_PAIRS}},
     {"apertus*", .c = {.act = ACT_XIELU}},
     {"olmo", .c = {.norm = NORM_BARE, .rope = ROPE_PAIRS}},
     {"command-r", .c = {.norm = NORM_LAYER, .rope = ROPE_PAIRS}, .flags = MAY_BE_PARALLEL},
     {"cohere2", .c = {.norm = NORM_LAYER, .rope = ROPE_PAIRS},
-     .flags = LOCAL_ROPE | MAY_BE_PARALLEL, .local = 4},
+     .flags = LOCAL_ROPE | MAY_BE_PARALLEL, .period = 4},
     {"cohere2moe*", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID},
-     .flags = LOCAL_ROPE | FULL_FIRST | MAY_BE_PARALLEL | SHARED_AVERAGED, .local = 4},
-    {"exaone4", .c = {.window = 4096}, .flags = LOCAL_ROPE, .local = 4, .n_layer = 64},
-    {"phi3* qwen2* qwen3* exaone exaone4 olmoe openelm qwen2moe seed_oss", .flags = 0},
-    {"bailingmoe2 paddleocr pangu-embedded qwen2vl", .flags = 0},
+     .flags = LOCAL_ROPE | FULL_FIRST | MAY_BE_PARALLEL | SHARED_AVERAGED, .period = 4},
+    {"exaone4", .c = {.window = 4096}, .flags = LOCAL_ROPE, .period = 4, .n_layer = 64},
+    {"phi3* qwen2* qwen3* bailingmoe2 exaone exaone4 falcon-h1* olmoe openelm paddleocr "
+     "pangu-embedded qwen2moe qwen2vl seed_oss", .flags = 0},   // as a Llama, but on halves
     {"plamo", .flags = MAY_BE_PARALLEL},
     {"qwen3vl", .c = {.sections_mixed = true}},
     {"glm4moe* dots1 hy_v3", .c = {.gating = GATING_SIGMOID}},
-    {"exaone-moe", .flags = LOCAL_ROPE, .local = 4},
-    {"smallthinker", .c = {.act = ACT_RELU, .gates_normed = true, .routed_first = true},
-     .flags = FULL_FIRST | WINDOW_SET, .local = 4, .n_layer = 4},
-    {"smallthinker*", .c = {.act = ACT_RELU, .gates_normed = true, .routed_first = true},
-     .flags = FULL_FIRST | WINDOW_SET | LOCAL_ROPE, .local = 4},
-    {"maple*", .c = {.gates_normed = true, .limit_first = true}, .flags = LOCAL_ROPE, .local = 4},
-    {"mellum", .local = 4,
-     .c = {.gates_normed = true, .local_unscaled = true, .local_plain = true}},
-    {"mimo2", .c = {.gates_normed = true, .gating = GATING_SIGMOID, .rope_base_local = 10000,
-     .local_unscaled = true}, .flags = LOCAL_SINKS, .local = 6},
-    {"minimax-m2", .c = {.gates_normed = true, .gating = GATING_SIGMOID}},
-    {"phimoe* qwen3moe* qwen3next* lfm2moe*", .c = {.gates_normed = true}},
-    {"qwen3vlmoe", .c = {.gates_normed = true, .sections_mixed = true}},
-    {"qwen35* qwen35moe", .c = {.key_tiled = true, .gates_normed = true, .sections_mixed = true}},
-    {"hunyuan-dense hunyuan-moe hunyuan_vl", .c = {.qk_norm_late = true, .gates_normed = true}},
-    {"olmo2", .c = {.local_unscaled = true, .local_plain = true}, .local = 4},
-    {"gpt-oss*", .c = {.act = ACT_SWIGLU_OAI, .gates_normed = true}, .local = 2},
+    {"exaone-moe", .flags = LOCAL_ROPE, .period = 4},
+    {"smallthinker", .c = {.act = ACT_RELU, .weights_normed = true, .routed_first = true},
+     .flags = FULL_FIRST | WINDOW_SET, .period = 4, .n_layer = 4},
+    {"smallthinker*", .c = {.act = ACT_RELU, .weights_normed = true, .routed_first = true},
+     .flags = FULL_FIRST | WINDOW_SET | LOCAL_ROPE, .period = 4},
+    {"maple*", .c = {.weights_normed = true, .limit_first = true},
+     .flags = LOCAL_ROPE, .period = 4},
+    {"mellum", .period = 4,
+     .c = {.weights_normed = true, .local_unscaled = true, .local_no_mag = true}},
+    {"mimo2", .c = {.weights_normed = true, .gating = GATING_SIGMOID, .rope_base_local = 10000,
+     .local_unscaled = true}, .flags = LOCAL_SINKS, .period = 6},
+    {"minimax-m2", .c = {.weights_normed = true, .gating = GATING_SIGMOID}},
+    {"phimoe* qwen3moe* qwen3next* lfm2moe*", .c = {.weights_normed = true}},
+    {"qwen3vlmoe", .c = {.weights_normed = true, .sections_mixed = true}},
+    {"qwen35* qwen35moe", .c = {.key_tiled = true, .weights_normed = true, .sections_mixed = true}},
+    {"hunyuan-dense hunyuan-moe hunyuan_vl", .c = {.qk_norm_late = true, .weights_normed = true}},
+    {"olmo2", .c = {.local_unscaled = true, .local_no_mag = true}, .period = 4},
+    {"gpt-oss*", .c = {.act = ACT_SWIGLU_OAI, .weights_normed = true}, .period = 2},
     {"gemma*", .c = {.act = ACT_GELU}, .flags = EMBD_SQRT},
     {"gemma2*", .c = {.act = ACT_GELU, .window = 4096, .attn_cap = 50, .logit_cap = 30},
-     .flags = EMBD_SQRT | SCALE_BY_DIM, .local = 2, .n_layer = 46},
+     .flags = EMBD_SQRT | SCALE_BY_DIM, .period = 2, .n_layer = 46},
     {"gemma2*", .c = {.act = ACT_GELU, .window = 4096, .attn_cap = 50, .logit_cap = 30},
-     .flags = EMBD_SQRT, .local = 2},
+     .flags = EMBD_SQRT, .period = 2},
     {"gemma3*", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true},
-     .flags = EMBD_SQRT | SCALE_BY_DIM, .local = 6, .n_layer = 62},
+     .flags = EMBD_SQRT | SCALE_BY_DIM, .period = 6, .n_layer = 62},
     {"gemma3*", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true},
-     .flags = EMBD_SQRT, .local = 6},
+     .flags = EMBD_SQRT, .period = 6},
     {"gemma-embedding", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true},
-     .flags = EMBD_SQRT | BOTH_WAYS, .local = 6},
+     .flags = EMBD_SQRT | BOTH_WAYS, .period = 6},
     {"gemma4*", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true,
-     .values_normed = true, .logit_cap = 30, .gates_normed = true}, .flags = EMBD_SQRT, .local = 6},
+     .values_normed = true, .logit_cap = 30, .weights_normed = true},
+     .flags = EMBD_SQRT, .period = 6},
     {"deepseek2*", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID},
      .flags = YARN_LOG, .n_layer = 47},
     {"deepseek2*", .c = {.rope = ROPE_PAIRS}, .flags = YARN_LOG},
@@ -1662,12 +1669,11 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"orion stablelm", .c = {.norm = NORM_LAYER}, .flags = MAY_BE_PARALLEL},
     {"codeshell falcon gptneox phi2 starcoder2", .c = {.norm = NORM_LAYER, .act = ACT_GELU},
      .flags = MAY_BE_PARALLEL},
-    {"dbrx", .c = {.norm = NORM_LAYER, .gates_normed = true}},
+    {"dbrx", .c = {.norm = NORM_LAYER, .weights_normed = true}},
     {"nemotron jais2", .c = {.norm = NORM_LAYER, .act = ACT_RELU2}},
     {"nemotron_h nemotron_h_moe*", .c = {.rope = ROPE_NONE, .act = ACT_RELU2,
      .gating = GATING_SIGMOID}},
-    {"falcon-h1*", .flags = 0},
-    {"lfm2", .local = NO_LAYER},
+    {"lfm2", .period = NO_LAYER},
     {"gpt2 starcoder mpt*", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope = ROPE_NONE}},
     {"jais*", .c = {.norm = NORM_LAYER, .rope = ROPE_NONE}, .flags = SCALE_BY_HEAD},
     {"bloom", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope = ROPE_NONE, .alibi = 8}},
@@ -1677,11 +1683,11 @@ static const Arch ARCHS[] = {   // the first row with the file's name and size c
     {"nomic-bert*", .c = {.norm = NORM_LAYER, .encoder = true}},
     {"nomic-bert-moe* jina-bert-v3", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .encoder = true}},
     {"modern-bert", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope_base_local = 10000,
-     .local_unscaled = true}, .flags = BOTH_WAYS | FULL_FIRST, .local = 3},
+     .local_unscaled = true}, .flags = BOTH_WAYS | FULL_FIRST, .period = 3},
 };
 
-// Ollama has names of its own for architectures and tensors. Files of some name a wrong
-// pre-tokenizer (pre) or none, or do not name YaRN (yarn).
+// Ollama has its own names for architectures and tensors. Some of its files name a wrong
+// pre-tokenizer or none (pre is the right one), or scale by YaRN without a word (yarn).
 typedef struct { const char *name, *ours, *pre; bool yarn; } Alias;
 static const Alias ALIASES[] = {
     {"gptoss", "gpt-oss", "gpt-4o", true}, {"glm4moelite", "deepseek2", "glm4", false},
@@ -1698,26 +1704,26 @@ static const char *const TENSOR_ALIASES[][2] = {   // what the name in a file en
     {"post_ffn_norm.weight", "post_ffw_norm.weight"},
 };
 
-static const Alias *find_alias(const Gguf *g) {   // of the file's architecture; NULL: there is none
+static const Alias *find_alias(const Gguf *g) {   // of the file's architecture; NULL: none
     Str name = gguf_str(g, "general.architecture");
     for (size_t i = 0; i < COUNT(ALIASES); i++)
         if (str_eq(name, ALIASES[i].name)) return &ALIASES[i];
     return NULL;
 }
 
-// What a file says and only loading needs.
+// Numbers of a file that only loading needs.
 typedef struct {
     int n_layer_mtp;           // layers after the others that predict further tokens: not run
-    int n_shared;              // the last n_shared layers read the caches of earlier ones
-    int pattern;               // which layers have a window: a period, or yes or no for this one
-    int n_rotated;             // the first layers, which have RoPE although they see all
+    int n_borrow;              // this many last layers read the caches of earlier ones
+    int pattern;               // which layers have a window: a period, or this layer's yes or no
+    int n_rotated;             // this many first layers have RoPE although they see all
     bool loops_bare;           // no norm of the stream between loops
     bool side_by_side;         // of all layers
     int hd_local, vd_local;    // hd and vd of windowed layers
     float eps_rms;             // eps of RMSNorm
-    bool rope_tuned;           // no: the file wants no RoPE after all
-    float rope_part;           // of a head that RoPE turns; 0: unsaid
-    float rope_alpha;          // raises the base of RoPE (NTK-aware scaling); 0: not
+    bool rope_tuned;           // false: the model has no RoPE, whatever else the file says
+    float rope_part;           // the part of a head that RoPE turns; 0: the file does not say
+    float rope_alpha;          // raises RoPE's base (NTK-aware scaling); 0: it does not
 } Hints;
 
 // A number that a file gives under its architecture's name, such as "llama.block_count".
@@ -1728,27 +1734,27 @@ typedef struct {
     bool by_layer;             // one number, or an array with one for each layer
     size_t at;                 // offset of the field in its struct
     double low, high;          // the range; a key whose default is below `low` must be in the file
-    const char *archs;         // that read it; those with a star require it
+    const char *archs;         // the architectures that read it; a star: that require it
 } Key;
 
 #define CONFIG(field) IN_CONFIG, false, offsetof(Config, field)
 #define HINT(field) IN_HINTS, false, offsetof(Hints, field)
 #define LAYER(field) IN_LAYER, true, offsetof(Layer, field)
-#define LAYER_HINT(field) IN_HINTS, true, offsetof(Hints, field)
 #define ANY -FLT_MAX, FLT_MAX
-#define ALL "all"
+#define ROUTED "afmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "\
+               "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 step35"   // see expert_ keys
 enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096 };   // of arrays
 
 static const Key KEYS[] = {
-    {"block_count", INT, CONFIG(n_layer), 1, 1 << 14, ALL},
-    {"nextn_predict_layers", INT, HINT(n_layer_mtp), 0, 1 << 14, ALL},
-    {"embedding_length", INT, CONFIG(dim), 1, 1 << 20, ALL},
-    {"context_length", INT, CONFIG(n_ctx), 1, INT_MAX, ALL},
-    {"pooling_type", INT, CONFIG(pooling), -1, 4, ALL},
-    {"attention.layer_norm_epsilon", REAL, CONFIG(eps), 0, 1, ALL},
+    {"block_count", INT, CONFIG(n_layer), 1, 1 << 14, "all"},
+    {"nextn_predict_layers", INT, HINT(n_layer_mtp), 0, 1 << 14, "all"},
+    {"embedding_length", INT, CONFIG(dim), 1, 1 << 20, "all"},
+    {"context_length", INT, CONFIG(n_ctx), 1, INT_MAX, "all"},
+    {"pooling_type", INT, CONFIG(pooling), -1, 4, "all"},
+    {"attention.layer_norm_epsilon", REAL, CONFIG(eps), 0, 1, "all"},
     // RMSNorm's eps under that name, or under its own
     {"attention.layer_norm_epsilon", REAL, HINT(eps_rms), ANY, "nemotron_h nemotron_h_moe"},
-    {"attention.layer_norm_rms_epsilon", REAL, HINT(eps_rms), 0, 1, ALL},
+    {"attention.layer_norm_rms_epsilon", REAL, HINT(eps_rms), 0, 1, "all"},
     {"embedding_scale", REAL, CONFIG(embd_scale), ANY,
      "granite granitehybrid granitemoe granite_swa minicpm"},
     {"residual_scale", REAL, CONFIG(residual_scale), ANY,
@@ -1757,27 +1763,27 @@ static const Key KEYS[] = {
      "granite* granitehybrid granitemoe* granite_swa* minicpm command-r cohere2* cohere2moe* "
      "muse-glimmer*"},
     {"final_logit_softcapping", REAL, CONFIG(logit_cap), ANY, "gemma2 gemma3 gemma4 muse-glimmer"},
-    {"attention.head_count", INT, CONFIG(n_head), 0, 1 << 14, ALL},
-    {"attention.head_count", INT, LAYER(n_head), 0, 1 << 14, ALL},
-    {"attention.head_count_kv", INT, LAYER(n_kv), 0, 1 << 14, ALL},   // 0: see load_layer
-    {"attention.key_length", INT, CONFIG(hd), 0, 4096, ALL},
-    {"attention.value_length", INT, CONFIG(vd), 0, 4096, ALL},
+    {"attention.head_count", INT, CONFIG(n_head), 0, 1 << 14, "all"},
+    {"attention.head_count", INT, LAYER(n_head), 0, 1 << 14, "all"},
+    {"attention.head_count_kv", INT, LAYER(n_kv), 0, 1 << 14, "all"},   // 0: see load_layer
+    {"attention.key_length", INT, CONFIG(hd), 0, 4096, "all"},
+    {"attention.value_length", INT, CONFIG(vd), 0, 4096, "all"},
     {"attention.key_length_swa", INT, HINT(hd_local), 0, 4096, "gemma4*"},
     {"attention.value_length_swa", INT, HINT(vd_local), 0, 4096, "gemma4*"},
-    {"attention.key_length_mla", INT, CONFIG(latent_hd), 0, 4096, ALL},
-    {"attention.value_length_mla", INT, CONFIG(latent_vd), 0, 4096, ALL},
-    {"attention.kv_lora_rank", INT, CONFIG(lora), 0, MOST_LATENT, ALL},
-    {"attention.shared_kv_layers", INT, HINT(n_shared), 0, 1 << 14, "gemma4"},
+    {"attention.key_length_mla", INT, CONFIG(latent_hd), 0, 4096, "all"},
+    {"attention.value_length_mla", INT, CONFIG(latent_vd), 0, 4096, "all"},
+    {"attention.kv_lora_rank", INT, CONFIG(lora), 0, MOST_LATENT, "all"},
+    {"attention.shared_kv_layers", INT, HINT(n_borrow), 0, 1 << 14, "gemma4"},
     {"embedding_length_per_layer_input", INT, CONFIG(per_layer), 0, 1 << 16, "gemma4"},
     {"attention.sliding_window", INT, CONFIG(window), 0, INT_MAX,
      "all cohere2* cohere2moe* gemma-embedding* gpt-oss* maple* spark2_5* step35*"},
-    {"attention.sliding_window_pattern", INT, LAYER_HINT(pattern), 0, INT_MAX,
+    {"attention.sliding_window_pattern", INT, IN_HINTS, true, offsetof(Hints, pattern), 0, INT_MAX,
      "all maple* spark2_5* step35*"},
     {"leading_dense_block_count", INT, HINT(n_rotated), 0, 1 << 14, "cohere2moe*"},
     {"num_loops", INT, CONFIG(n_loops), 1, 64, "nanbeige"},
     {"skip_loop_final_norm", BOOL, HINT(loops_bare), 0, 1, "nanbeige"},
     {"attention.indexer.top_k", INT, CONFIG(n_exact), 1, INT_MAX, "glm-dsa* deepseek32*"},
-    {"attention.causal", BOOL, CONFIG(causal), 0, 1, ALL},
+    {"attention.causal", BOOL, CONFIG(causal), 0, 1, "all"},
     {"attention.scale", REAL, CONFIG(attn_scale), ANY,
      "granite granitehybrid granitemoe granite_swa"},
     {"attn_logit_softcapping", REAL, CONFIG(attn_cap), ANY, "gemma2"},
@@ -1789,28 +1795,28 @@ static const Key KEYS[] = {
     {"swiglu_clamp_shexp", REAL, LAYER(limit_ffn), ANY, "bailingmoe3 step35"},
     {"attention.temperature_scale", REAL, CONFIG(sharpen_scale), ANY,
      "mistral3 deepseek2 mistral4"},
-    // so says Ollama
+    // Ollama's name
     {"rope.scaling_beta", REAL, CONFIG(sharpen_scale), ANY, "mistral3 deepseek2 mistral4"},
     {"attention.temperature_length", INT, CONFIG(sharpen_length), 0, INT_MAX, "deepseek2 mistral4"},
     {"use_parallel_residual", BOOL, HINT(side_by_side), 0, 1, "gptneox*"},
-    {"rope.dimension_count", INT, CONFIG(n_rot), -1, 4096, ALL},   // -1: all of a head
-    {"rope.partial_rotary_factor", REAL, HINT(rope_part), 0, 1, "glm4"},   // so says Ollama
+    {"rope.dimension_count", INT, CONFIG(n_rot), -1, 4096, "all"},   // -1: all of a head
+    {"rope.partial_rotary_factor", REAL, HINT(rope_part), 0, 1, "glm4"},   // Ollama's name
     {"rope.dimension_count_swa", INT, CONFIG(n_rot_local), 0, 4096,
      "gemma4 afmoe laguna maple muse-glimmer spark2_5 step35"},
     {"rope.swa.dimension_count", INT, CONFIG(n_rot_local), 0, 4096, "laguna"},   // Ollama's names
     {"rope.swa.freq_base", REAL, CONFIG(rope_base_local), ANY, "laguna"},
-    {"rope.freq_base", REAL, CONFIG(rope_base), ANY, ALL},
+    {"rope.freq_base", REAL, CONFIG(rope_base), ANY, "all"},
     {"rope.freq_base_swa", REAL, CONFIG(rope_base_local), ANY,
      "afmoe gemma2 gemma3 gemma4 gemma-embedding gpt-oss laguna llama4 maple mimo2 modern-bert "
      "muse-glimmer plamo3 smallthinker spark2_5 step35"},
     {"rope.global.freq_base", REAL, CONFIG(rope_base), ANY, "gemma3 gemma4"},   // Ollama's names
     {"rope.local.freq_base", REAL, CONFIG(rope_base_local), ANY, "gemma3 gemma4"},
-    {"rope.scale_linear", REAL, CONFIG(rope_factor), ANY, ALL},
-    {"rope.scaling.factor", REAL, CONFIG(rope_factor), ANY, ALL},
-    {"rope.scaling.attn_factor", REAL, CONFIG(rope_mag), ANY, ALL},
+    {"rope.scale_linear", REAL, CONFIG(rope_factor), ANY, "all"},
+    {"rope.scaling.factor", REAL, CONFIG(rope_factor), ANY, "all"},
+    {"rope.scaling.attn_factor", REAL, CONFIG(rope_mag), ANY, "all"},
     {"rope.scaling.alpha", REAL, HINT(rope_alpha), ANY, "hunyuan-dense hunyuan_vl"},
-    {"rope.scaling.finetuned", BOOL, HINT(rope_tuned), 0, 1, ALL},
-    {"rope.scaling.original_context_length", INT, CONFIG(n_ctx_orig), 0, INT_MAX, ALL},
+    {"rope.scaling.finetuned", BOOL, HINT(rope_tuned), 0, 1, "all"},
+    {"rope.scaling.original_context_length", INT, CONFIG(n_ctx_orig), 0, INT_MAX, "all"},
     {"rope.scaling.yarn_beta_fast", REAL, CONFIG(yarn_fast), ANY, "mistral3"},
     {"rope.scaling.yarn_beta_slow", REAL, CONFIG(yarn_slow), ANY, "mistral3"},
     {"rope.scaling.yarn_log_multiplier", REAL, CONFIG(yarn_log), ANY,
@@ -1818,27 +1824,22 @@ static const Key KEYS[] = {
     {"rope.scaling.beta_fast", REAL, CONFIG(yarn_fast), ANY, "mistral3"},   // Ollama's names
     {"rope.scaling.beta_slow", REAL, CONFIG(yarn_slow), ANY, "mistral3"},
     {"rope.scaling.mscale_all_dim", REAL, CONFIG(yarn_log), ANY, "mistral3 deepseek2 mistral4"},
-    {"feed_forward_length", INT, LAYER(ff), 0, 1 << 20, ALL},
-    {"expert_count", INT, CONFIG(n_expert), 0, MOST_EXPERTS, ALL},
-    {"expert_used_count", INT, LAYER(n_used), 0, 4096, ALL},
-    {"expert_group_count", INT, CONFIG(n_group), 0, MOST_GROUPS, ALL},
-    {"expert_group_used_count", INT, CONFIG(n_group_used), 0, MOST_GROUPS, ALL},
-    {"expert_gating_func", INT, CONFIG(gating), 1, 2,
-     "afmoe bailingmoe2* bailingmoe3* cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "
-     "exaone-moe glm-dsa glm4moe hy_v3 kimi-linear* laguna lfm2moe* minimax-m2 mistral4 "
-     "smallthinker* step35"},
-    {"expert_weights_norm", BOOL, CONFIG(gates_normed), 0, 1,
-     "afmoe bailingmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "
-     "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 nemotron_h_moe step35"},
-    {"expert_weights_scale", REAL, CONFIG(gates_scale), ANY,
-     "afmoe bailingmoe bailingmoe2 bailingmoe3 cohere2moe deepseek deepseek2 deepseek2-ocr "
-     "deepseek32 dots1 exaone-moe glm-dsa glm4moe hy_v3 kimi-linear laguna mistral4 "
-     "nemotron_h_moe step35"},
-    {"ssm.conv_kernel", INT, CONFIG(conv), 0, MOST_TAPS, ALL},
-    {"ssm.group_count", INT, CONFIG(n_key), 0, 1 << 14, ALL},
-    {"ssm.time_step_rank", INT, CONFIG(n_value), 0, 1 << 14, ALL},
-    {"ssm.state_size", INT, CONFIG(dk), 0, 4096, ALL},
-    {"ssm.inner_size", INT, CONFIG(dv), 0, 1 << 20, ALL},   // of all value heads
+    {"feed_forward_length", INT, LAYER(ff), 0, 1 << 20, "all"},
+    {"expert_count", INT, CONFIG(n_expert), 0, MOST_EXPERTS, "all"},
+    {"expert_used_count", INT, LAYER(n_used), 0, 4096, "all"},
+    {"expert_group_count", INT, CONFIG(n_group), 0, MOST_GROUPS, "all"},
+    {"expert_group_used_count", INT, CONFIG(n_group_used), 0, MOST_GROUPS, "all"},
+    {"expert_gating_func", INT, CONFIG(gating), 1, 2, "bailingmoe2* bailingmoe3* kimi-linear* "
+     "lfm2moe* smallthinker* minimax-m2 " ROUTED},   // a list's first name of a model counts
+    {"expert_weights_norm", BOOL, CONFIG(weights_normed), 0, 1,
+     "bailingmoe nemotron_h_moe " ROUTED},
+    {"expert_weights_scale", REAL, CONFIG(weights_scale), ANY,
+     "bailingmoe deepseek kimi-linear nemotron_h_moe " ROUTED},
+    {"ssm.conv_kernel", INT, CONFIG(conv), 0, MOST_TAPS, "all"},
+    {"ssm.group_count", INT, CONFIG(n_key), 0, 1 << 14, "all"},
+    {"ssm.time_step_rank", INT, CONFIG(n_value), 0, 1 << 14, "all"},
+    {"ssm.state_size", INT, CONFIG(dk), 0, 4096, "all"},
+    {"ssm.inner_size", INT, CONFIG(dv), 0, 1 << 20, "all"},   // of all value heads
     {"shortconv.l_cache", INT, CONFIG(conv), 1, MOST_TAPS, "lfm2* lfm2moe*"},
     {"kda.head_dim", INT, CONFIG(kda), 1, 4096, "kimi-linear* bailingmoe3*"},
     {"kda.gate_lower_bound", REAL, CONFIG(kda_lower), -FLT_MAX, -FLT_MIN, "bailingmoe3*"},
@@ -1850,15 +1851,14 @@ static const Key KEYS[] = {
 #undef CONFIG
 #undef HINT
 #undef LAYER
-#undef LAYER_HINT
 #undef ANY
-#undef ALL
+#undef ROUTED
 
 // keys whose arrays may be longer than the model has layers
 static const char PATTERNS[] = "attention.sliding_window_pattern attention.rope_pattern";
 
-// Tensors that such a model always has, although the engine could run without them: of layers, in
-// the order of attention, FFN, experts and recurrent mixers; then of the model.
+// Tensors that a file of these architectures must have, although the engine could run without them:
+// first of layers (attention, FFN, experts, recurrent mixers), then of the model.
 static const struct { const char *name, *archs; } NEEDS[] = {
     {"attn_norm.weight", "gemma-embedding gemma2 gemma3 gemma4 glm4"},
     {"attn_norm.bias", "bloom codeshell falcon gpt2 gptneox jais jais2 nemotron orion phi2 phimoe "
@@ -1906,7 +1906,10 @@ static const struct { const char *name, *archs; } NEEDS[] = {
 //
 // Binds each weight to its bytes in the file and checks all that forward relies on, so that forward
 // cannot fail. After the first error no tensor is found any more, so one check at the end is
-// enough.
+// enough. Four checks find a file that is not what it says. A "!" before a tensor's name: forward
+// cannot do without it. NEEDS: forward could, but such a model has it. check_neighbours: one layer
+// lacks what its like have. tensor_idle: the tensor is known not to run; any other one that nothing
+// used is an error.
 
 typedef struct {
     Model *m;
@@ -1920,7 +1923,7 @@ typedef struct {
 
 #define refuse(ld, ...) ((ld)->ok = (ld)->ok && fail((ld)->e, __VA_ARGS__))   // the first error
 
-// metadata under the architecture's name, as the file spells it, or without a name
+// a key under the architecture's name as the file spells it, or without that name
 static const Meta *arch_meta(const Loader *ld, const char *key) {
     char name[128];
     Str arch = gguf_str(ld->m->gguf, "general.architecture");
@@ -1931,8 +1934,9 @@ static const Meta *arch_meta(const Loader *ld, const char *key) {
     return v;
 }
 
-// A number, or this layer's in an array of them. An array has a value for each layer, those that
-// are not run included; patterns may be longer (print_unread notes it).
+// Returns the number under a key, or this layer's number if it is an array; without such a key,
+// `otherwise`. An array needs a value for each layer of the file, also for those that do not run;
+// patterns may be longer (print_unread notes it).
 static double load_number(Loader *ld, const char *key, double otherwise) {
     const Meta *v = arch_meta(ld, key), *blocks = arch_meta(ld, "block_count");
     if (!v) return otherwise;
@@ -1951,18 +1955,18 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
     return x;
 }
 
-// Fills the fields of which the file says one number for the model, or (layer) those of a layer.
+// Fills the fields that KEYS names, those of a layer or, if it is NULL, those of the whole model.
 static void load_keys(Loader *ld, Layer *layer) {
     Config *c = &ld->m->config;
     char *place[] = {[IN_CONFIG] = (char *)c, [IN_LAYER] = (char *)layer,
                      [IN_HINTS] = (char *)&ld->hints};
     Str arch = {c->name, strlen(c->name)}, all = {"all", 3};
     for (const Key *k = KEYS; k < KEYS + COUNT(KEYS) && ld->ok; k++) {
-        const char *behind = find_str(arch, k->archs);   // the name in archs
+        const char *behind = find_str(arch, k->archs);
         bool required = behind && *behind == '*';
         if (k->by_layer != (layer != NULL)) continue;
         bool scores = ld->arch->flags & YARN_SCORES && strstr(k->key, "rope.scal");
-        if (ld->arch->flags & ROPE_PLAIN && strstr(k->key, "rope.") && !scores) continue;
+        if (ld->arch->flags & ROPE_FIXED && strstr(k->key, "rope.") && !scores) continue;
         if (!behind && !find_str(all, k->archs)) continue;
         void *field = place[k->place] + k->at;
         double x = 0;
@@ -1981,7 +1985,7 @@ static void load_keys(Loader *ld, Layer *layer) {
     }
 }
 
-// NULL: there is no such tensor; if a ! stands before its name, that is an error
+// Returns the tensor; NULL if there is none, which is an error if a ! stands before its name.
 static Tensor *find_tensor(Loader *ld, const char *name, const char *suffix) {
     char full[128];
     bool required = *name == '!';
@@ -2005,7 +2009,7 @@ static void require(Loader *ld, const void *data, const char *name, const char *
     if (!data) refuse(ld, "tensor %s%s%s is missing", ld->prefix, name, suffix);
 }
 
-// whole pages that live with the model, for a GPU to share
+// Returns memory that lives as long as the model: whole pages, so that a GPU can share them.
 static void *keep_memory(Loader *ld, uint64_t size) {
     Model *m = ld->m;
     Map *owned = realloc(m->owned, (m->n_owned + 1) * sizeof *owned);
@@ -2017,7 +2021,7 @@ static void *keep_memory(Loader *ld, uint64_t size) {
     return v;
 }
 
-// a vector of n values (0: of any length), in the file or converted to f32; NULL: there is none
+// Returns n values (0: however many there are) as f32, in the file or in a copy; NULL: none.
 static const float *load_vector(Loader *ld, const char *name, const char *suffix, uint64_t n) {
     Tensor *t = find_tensor(ld, name, suffix);
     if (!t) return NULL;
@@ -2033,7 +2037,7 @@ static const float *load_vector(Loader *ld, const char *name, const char *suffix
     return v;
 }
 
-// The norm of [heads][n] values, if the file has one. A tensor of the shape
+// Returns the norm of [heads][n] values; w NULL: the file has none. A tensor of the shape
 //   [n]           is shared by all heads, each of which is normed by itself
 //   [heads][n]    has weights for each head
 //   [heads * n]   norms all heads at once
@@ -2049,14 +2053,14 @@ static Norm load_norm(Loader *ld, const char *name, int heads, int n) {
     return w;
 }
 
-// n factors: `by`, or those in x times it
+// Returns n factors: those in x times `by`, or `by` alone if x is NULL.
 static float *scaled(Loader *ld, const float *x, int n, float by) {
     float *v = keep_memory(ld, n * sizeof *v);
     for (int i = 0; v && i < n; i++) v[i] = x ? x[i] * by : by;
     return v;
 }
 
-// a [rows][cols] matrix, or n of them, with its bias; rows 0: however many the file has
+// Returns a [rows][cols] matrix with its bias, or n of them; rows 0: however many the file has.
 static Matrix load_unscaled(Loader *ld, const char *name, int cols, int rows, int n) {
     Tensor *t = find_tensor(ld, name, ".weight");
     if (!t) return (Matrix){0};
@@ -2072,7 +2076,7 @@ static Matrix load_unscaled(Loader *ld, const char *name, int cols, int rows, in
                     .step = rows * quant_row_bytes(t->type, cols)};
 }
 
-// the same with the factor of its product, if the file has one (NVFP4)
+// Returns the same, with the factor of its product if the file has one (NVFP4).
 static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int n) {
     Matrix w = load_unscaled(ld, name, cols, rows, n);
     if (w.data) w.scale = load_vector(ld, less_mark(name), ".scale", n);
@@ -2089,16 +2093,14 @@ static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
 
 // Part III has these.
 static void load_gate(Loader *ld, Layer *w, int n_head, int vd);
-static void load_experts(Loader *ld, Layer *w);
-static void load_latent(Loader *ld, Layer *w);
-static void derive_latent(Config *c, uint64_t flags);
-static void load_inputs(Loader *ld, Layer *w);
-static bool load_recurrent(Loader *ld, Layer *w);
-static bool load_shared(Loader *ld, Layer *w);
+static void load_experts(Loader *ld, Layer *w), load_inputs(Loader *ld, Layer *w);
+static bool load_recurrent(Loader *ld, Layer *w), load_source(Loader *ld, Layer *w);
+static void load_latent(Loader *ld, Layer *w), derive_latent(Config *c, uint64_t flags);
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
-// n matrices that multiply the same input of cols numbers: in one tensor, or each in its own
+// Loads n matrices that multiply the same input [cols]: rows of the tensor `name`, or, if there is
+// no such tensor, each from its own.
 static void load_fused(Loader *ld, const char *name, int cols, int n_expert, const Slice *part,
                        int n) {
     int rows = 0, at = 0;
@@ -2110,6 +2112,7 @@ static void load_fused(Loader *ld, const char *name, int cols, int n_expert, con
     }
 }
 
+// Loads the norms of queries and keys. A model has both, or none.
 static void load_qk_norms(Loader *ld, Layer *w) {
     Norm *q = &w->q_norm, *k = &w->k_norm;
     *q = load_norm(ld, "attn_q_norm", w->n_head, w->hd);
@@ -2122,6 +2125,7 @@ static void load_qk_norms(Loader *ld, Layer *w) {
     w->heads_alone = (!q->w || q->n == w->hd) && (!k->w || k->n == w->hd);
 }
 
+// Loads q, k, v and o with their norms, gates and sinks. In: numbers and widths of the heads.
 static void load_attention(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Tensor *fused = find_tensor(ld, "attn_qkv", ".weight");
@@ -2129,23 +2133,22 @@ static void load_attention(Loader *ld, Layer *w) {
     int q = w->n_head * w->hd, k = w->n_kv * w->hd, v = w->n_kv * w->vd;
     // Gemma 4: layers without attn_v use their keys, before the norm, as values
     bool v_is_k = c->values_normed && !find_tensor(ld, "attn_v", ".weight");
+    const char *k_name = "!attn_k", *v_name = v_is_k ? k_name : "!attn_v";
     if (!w->n_head || !w->n_kv || w->n_head % w->n_kv || w->hd < 1 || w->vd < 1)
         refuse(ld, "layer %d: %d heads of %d and %d values cannot share %d KV heads", ld->l,
                w->n_head, w->hd, w->vd, w->n_kv);
     if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
-    bool shares = load_shared(ld, w);
-    // a gated model says so by its q alone: the rows of each head are query, then gate
+    bool borrows = load_source(ld, w);
+    if (borrows && !fused) {   // a file may still hold keys and values, which nobody reads
+        k_name = less_mark(k_name);
+        v_name = less_mark(v_name);
+    }
+    // only q's size tells that a model has gates: a head's rows are its query, then its gate
     if (!(ld->arch->flags & GATE) && first && w->hd == w->vd &&
         first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;
     load_fused(ld, "attn_qkv", c->dim, 1,
-               (Slice[]){{"!attn_q", q, &w->q}, {"!attn_k", k, &w->k},
-                         {v_is_k ? "!attn_k" : "!attn_v", v, &w->v}},
-               fused || !shares ? 3 : 1);
-    if (shares && !fused) {   // a file may hold what nobody reads
-        load_matrix(ld, "attn_k", c->dim, k, 1);
-        load_matrix(ld, "attn_v", c->dim, v, 1);
-    }
-    if (shares) w->k = w->v = (Matrix){0};
+               (Slice[]){{"!attn_q", q, &w->q}, {k_name, k, &w->k}, {v_name, v, &w->v}}, 3);
+    if (borrows) w->k = w->v = (Matrix){0};
     w->o = load_matrix(ld, "!attn_output", w->n_head * w->vd, c->dim, 1);
     if (c->value_scale != 1) w->o.scale = &c->value_scale;
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
@@ -2156,8 +2159,8 @@ static void load_attention(Loader *ld, Layer *w) {
 typedef struct { const char *gate, *up, *down, *both; } FfnNames;   // both: gate and up in one
 static const FfnNames DENSE_NAMES = {"ffn_gate", "!ffn_up", "!ffn_down", "ffn_up"};
 
-// Loads gate, up and down of an FFN, or of n experts; `gated` says when there must be a gate.
-// Returns the width, which is ff or, where that is 0, what the file has.
+// Loads gate, up and down of an FFN, or of n experts, into w[0], w[1], w[2]. `gated` says which
+// activations need a gate. Returns the width, which is ff or, where ff is 0, the file's.
 static int load_ffn(Loader *ld, const FfnNames *name, int cols, int ff, int n, Matrix **w) {
     const Config *c = &ld->m->config;
     const Tensor *both = find_tensor(ld, name->both, ".weight");
@@ -2175,7 +2178,7 @@ static int load_ffn(Loader *ld, const FfnNames *name, int cols, int ff, int n, M
     return ff;
 }
 
-// Finds a layer's norms. Their names are as they came about, and tell little:
+// Loads a layer's norms. Their names tell little about where a norm acts:
 //
 //                         before attention, of its result  before the FFN, of its result
 //   most                  attn_norm                        ffn_norm
@@ -2217,15 +2220,14 @@ static void load_norms(Loader *ld, Layer *w) {
     w->side_by_side = attn_norm_2.w || ld->hints.side_by_side || (no_ffn_norm && !bare);
 }
 
-// Does this layer's window count? A file says so by a period, of which one layer sees all, or by an
-// array of yes and no. Sets what depends on it; some models use RoPE in windowed layers only, some
-// not in every n-th layer.
+// Decides whether the layer has a window, and sets what depends on it: its widths, and whether RoPE
+// turns its heads. A file gives a period, of which one layer sees all, or an array of yes and no.
 static void load_window(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Arch *a = ld->arch;
     const Meta *key = arch_meta(ld, "attention.sliding_window_pattern");
-    int pattern = ld->hints.pattern;   // a period, or this layer's yes or no
-    bool windows = a->local && c->window, sees_all = !pattern;
+    int pattern = ld->hints.pattern;
+    bool windows = a->period && c->window, sees_all = !pattern;
     if (!key || key->type != GGUF_ARR) {
         int full = a->flags & FULL_FIRST ? 0 : pattern - 1;   // which layer of a period
         sees_all = pattern && ld->l % pattern == full;
@@ -2241,10 +2243,11 @@ static void load_window(Loader *ld, Layer *w) {
     if (a->flags & LOCAL_ROPE && windows && !local && !first) w->rotated = false;
 }
 
+// Loads layer ld->l: its numbers and norms, the attention or another mixer of tokens, the FFN.
 static void load_layer(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Arch *a = ld->arch;
-    ld->hints.pattern = a->local == NO_LAYER ? 0 : a->local;
+    ld->hints.pattern = a->period == NO_LAYER ? 0 : a->period;
     w->rotated = true;
     w->source = ld->l;
     load_keys(ld, w);
@@ -2275,32 +2278,34 @@ static void load_layer(Loader *ld, Layer *w) {
     else if (dense) w->ff = load_ffn(ld, &DENSE_NAMES, c->dim, w->ff, 1, ffn);
     bool feeds = w->up.data;
     if (!mixes) w->ffn_norm = w->attn_norm;   // a layer of one block has one norm
-    if (!feeds) w->attn_post_norm = w->ffn_post_norm;
-    if (!feeds) w->attn_norm_2 = (Norm){0};
+    if (!feeds) {
+        w->attn_post_norm = w->ffn_post_norm;
+        w->attn_norm_2 = (Norm){0};
+    }
     w->side_by_side = w->side_by_side && mixes && feeds;
     if (w->side_by_side && !w->ffn_norm.w && !(a->flags & MAY_BE_PARALLEL))
         require(ld, NULL, "ffn_norm", ".weight");
     if (c->per_layer) load_inputs(ld, w);
 }
 
-// a tensor of layer l (-1: of none), which find_tensor then looks in, too
+// Returns a tensor of layer l (-1: of no layer). From then on find_tensor searches that layer.
 static Tensor *layer_tensor(Loader *ld, int l, const char *name, const char *suffix) {
     snprintf(ld->prefix, sizeof ld->prefix, "blk.%d.", l);
     if (l < 0) *ld->prefix = 0;
     return find_tensor(ld, name, suffix);
 }
 
-// Layers with the same mixer have tensors of the same names, and so have those with the same kind
-// of FFN; windows count where values may be keys (Gemma 4) or sinks are in windowed layers only.
+// Should two layers have tensors of the same names? The tensors of an FFN depend on its kind, other
+// tensors on the mixer, and on the window if values may be keys (Gemma 4) or some layers have
+// sinks.
 static bool layers_alike(const Layer *a, const Layer *b, bool ffn, bool windows) {
     if (ffn) return !a->router.data == !b->router.data && !a->up.data == !b->up.data;
     return a->mixer == b->mixer && !a->n_kv == !b->n_kv && !a->k.data == !b->k.data &&
            (!windows || !a->window == !b->window);
 }
 
-// Layer l has a tensor of this name. Have its neighbours, the next of its kind on both sides? If
-// not, it is missing there, or does not belong here. The name says which block counts: that of an
-// FFN or of experts has ff in it, or begins with exp.
+// Layer l has a tensor of this name, so its neighbours must have one, too: the next layers on both
+// sides that are alike. Names of an FFN or of experts have ff in them, or begin with exp.
 static void check_neighbours(Loader *ld, int l, const char *name) {
     const Layer *w = ld->m->layers;
     bool ffn = strstr(name, "ff") || !strncmp(name, "exp", 3);
@@ -2320,14 +2325,14 @@ static void check_neighbours(Loader *ld, int l, const char *name) {
     }
 }
 
-// what the names of tensors begin with that do not run: other modalities, the heads of rerankers,
-// what predicts further tokens
+// Tensors whose names begin with these words do not run: they are for images and sound, rerankers'
+// heads, or predict further tokens.
 static const char *const IDLE_TENSORS[] = {"v.", "mm.", "a.", "s.", "cls.", "mtp.",
                                            "model.vision_tower.", "model.audio_tower."};
 
-// Is a tensor of layer l (-1: of none) one that does not run: IDLE_TENSORS, one that holds nothing,
-// NVFP4's scales of activations, a layer's for images, an indexer (a text of n_exact tokens at most
-// needs none), a layer that predicts further tokens? name: less the blk.N of its layer
+// Is this a tensor of layer l (-1: none) that does not run? Besides IDLE_TENSORS those are tensors
+// that hold nothing, a layer's tensors for images, indexers (no text gets longer than n_exact),
+// NVFP4's scales of activations, and layers that predict further tokens. name: without the blk.N
 static bool tensor_idle(Loader *ld, const Tensor *t, int l, const char *name) {
     const Config *c = &ld->m->config;
     Str rest = t->name;
@@ -2342,8 +2347,7 @@ static bool tensor_idle(Loader *ld, const Tensor *t, int l, const char *name) {
            layer_tensor(ld, l, "nextn.eh_proj", ".weight");
 }
 
-// Nothing in the file may be passed over but what does not run; nothing may be missing that such a
-// model has.
+// Refuses a file with a tensor that nothing used and that is not idle, and a file that lacks one.
 static void check_tensors(Loader *ld) {
     const Gguf *g = ld->m->gguf;
     const Config *c = &ld->m->config;
@@ -2369,7 +2373,7 @@ static void check_tensors(Loader *ld) {
     }
 }
 
-// the first row of ARCHS that has the file's architecture and size
+// Finds the first row of ARCHS for the file's architecture and size, and begins Config with it.
 static bool load_arch(Loader *ld) {
     Model *m = ld->m;
     Config *c = &m->config;
@@ -2393,7 +2397,7 @@ static bool load_arch(Loader *ld) {
     return ld->ok;
 }
 
-// Sets what follows from the architecture's row and the sizes; the file may still override it.
+// Sets what follows from the architecture's row and the sizes. The file may still override it.
 static void imply_config(Config *c, const Arch *a) {
     int flags = a->flags;
     if (!c->hd && c->n_head) c->hd = c->dim / c->n_head;
@@ -2415,7 +2419,7 @@ static void imply_config(Config *c, const Arch *a) {
     if (!c->rope_base_local) c->rope_base_local = c->rope_base;
 }
 
-// RoPE's numbers, and what is made of them. The order matters: each line reads those above it.
+// Derives RoPE's numbers, and those that depend on them. Each line reads what earlier ones set.
 static void derive_rope(Loader *ld) {
     Config *c = &ld->m->config;
     Hints *h = &ld->hints;
@@ -2423,7 +2427,7 @@ static void derive_rope(Loader *ld) {
     const Meta *scaling = arch_meta(ld, "rope.scaling.type");
     const Alias *alias = find_alias(ld->m->gguf);
     Str type = meta_str(scaling);
-    if (type.s && !type.n) scaling = NULL;   // so Ollama says none
+    if (type.s && !type.n) scaling = NULL;   // Ollama's way to say none
     c->yarn = scaling ? str_eq(type, "yarn") : alias && alias->yarn;
     if (find_str(type, "none default")) c->rope_factor = 1;
     if (scaling && !find_str(type, "none default linear yarn longrope llama3"))
@@ -2433,7 +2437,7 @@ static void derive_rope(Loader *ld) {
     if (h->rope_part > 0) c->n_rot = c->hd * h->rope_part;
     if (c->rope == ROPE_NONE) c->n_rot = 0;   // whatever the file says
     const Meta *section = arch_meta(ld, "rope.dimension_sections");
-    if (!section) section = arch_meta(ld, "rope.mrope_section");   // so says Ollama, of the first 3
+    if (!section) section = arch_meta(ld, "rope.mrope_section");   // Ollama's name, for the first 3
     if (section && section->type == GGUF_ARR && section->n != 3 && section->n != 4)
         refuse(ld, "key %.*s has %llu values, want 4", STR_ARG(section->key),
                (unsigned long long)section->n);
@@ -2442,7 +2446,7 @@ static void derive_rope(Loader *ld) {
     if (c->section[0] && !strcmp(c->name, "glm4")) c->rope = ROPE_HALVES;   // GLM-OCR
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
     derive_latent(c, flags);
-    if (flags & ROPE_PLAIN) c->rope_factor = c->rope_mag = 1;
+    if (flags & ROPE_FIXED) c->rope_factor = c->rope_mag = 1;
     if (!c->sharpen_length) c->sharpen_length = c->n_ctx_orig;
     if (!h->hd_local) h->hd_local = c->hd;
     if (!h->vd_local) h->vd_local = c->vd;
@@ -2456,7 +2460,7 @@ static void derive_rope(Loader *ld) {
                c->hd, c->rope_base, c->n_rot_local, h->hd_local, c->rope_base_local);
 }
 
-// what follows from several keys at once, and what they must agree on
+// Derives what follows from several keys at once, and checks that they agree.
 static void derive_config(Loader *ld) {
     Config *c = &ld->m->config;
     c->eps = fmaxf(c->norm == NORM_RMS ? ld->hints.eps_rms : c->eps, 0);
@@ -2484,6 +2488,7 @@ static void derive_config(Loader *ld) {
     derive_rope(ld);
 }
 
+// Fills Config: from its row of ARCHS, from the file, and from what follows from both.
 static void load_config(Loader *ld) {
     enum { MISSING = -1 };   // below what KEYS allows: the file must have this eps
     Config *c = &ld->m->config;
@@ -2494,9 +2499,10 @@ static void load_config(Loader *ld) {
     if (c->norm == NORM_RMS) ld->hints.eps_rms = gemma3 || ocr ? 1e-6f : MISSING;
     else c->eps = MISSING;
     c->pooling = -1;
-    c->rope_base = 10000;   // what neither row nor file may say
+    c->rope_base = 10000;   // if neither row nor file says otherwise
     c->yarn_fast = 32;
-    c->rope_factor = c->rope_mag = c->yarn_slow = c->gates_scale = c->value_scale = c->n_loops = 1;
+    c->rope_factor = c->rope_mag = c->yarn_slow = c->n_loops = 1;
+    c->weights_scale = c->value_scale = 1;
     if (!c->gating) c->gating = GATING_SOFTMAX;
     load_keys(ld, NULL);                      // first the sizes
     if (ld->ok) imply_config(c, ld->arch);    // then what follows from them
@@ -2506,8 +2512,8 @@ static void load_config(Loader *ld) {
     if (ld->ok) derive_config(ld);
 }
 
-// Nanbeige runs all its layers several times: they are listed once for each loop, with the same
-// weights and caches of their own. Between loops the stream is normed, unless `bare`.
+// Nanbeige runs all its layers several times. Each loop lists them again, with the same weights but
+// caches of their own. Between loops the stream is normed, unless `bare`.
 static void repeat_layers(Model *m, bool bare) {
     int n = m->config.n_layer, all = n * m->config.n_loops;
     Layer *w = m->layers;
@@ -2519,12 +2525,13 @@ static void repeat_layers(Model *m, bool bare) {
     m->config.n_layer = all;
 }
 
+// In: m->gguf, the opened file. Out: m's Config, its own tensors, and those of each layer.
 static bool weights_load(Model *m, Error *e) {
     Loader ld = {.m = m, .e = e, .ok = true, .l = -1, .hints = {.rope_tuned = true}};
     Config *c = &m->config;
     if (load_arch(&ld)) load_config(&ld);
     if (!ld.ok) return false;
-    // layers that rotate fewer numbers than others read the first ones
+    // a layer that rotates fewer numbers than others reads the first divisors
     bool all = ld.arch->flags & HALF_ROTATED || !c->local_unscaled;
     uint64_t n_freqs = larger(c->n_rot, all ? c->n_rot_local : 0) / 2;
     m->freqs = load_vector(&ld, "rope_freqs", ".weight", n_freqs);
@@ -2541,7 +2548,7 @@ static bool weights_load(Model *m, Error *e) {
     if (c->rope == ROPE_NONE) m->pos_embd = load_matrix(&ld, "position_embd", c->dim, 0, 1);
     if (c->encoder) m->type_embd = load_matrix(&ld, "token_types", c->dim, 0, 1);
     static const char *const tables[] = {"token_embd", "position_embd", "token_types",
-                                         "per_layer_token_embd"};   // whose rows are read alone
+                                         "per_layer_token_embd"};   // read by row, as they are
     for (size_t i = 0; i < COUNT(tables); i++)
         if (find_tensor(&ld, tables[i], ".bias") || find_tensor(&ld, tables[i], ".scale"))
             refuse(&ld, "tensor %s: bias or scale", tables[i]);
@@ -2584,7 +2591,7 @@ void model_close(Model *m) {
     *m = (Model){0};
 }
 
-// opens the file, its tokenizer and, if wanted, its weights
+// Opens a file with its tokenizer and, if wanted, its weights.
 static bool model_load(Model *m, const char *path, bool weights, Error *e) {
     Error why;
     *m = (Model){.gguf = calloc(1, sizeof *m->gguf)};
@@ -2602,30 +2609,30 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 
 // ==== Part III: other families ==================================================================
 //
-// What other families add to a Llama. A block comes in with s->normed, the chunk's normed stream,
-// and the layer s->l; out goes s->out, what is added to the stream. A section is one idea; where it
-// has tensors of its own, a load_ function finds them first. Read experts (16), then the gated
-// delta rule (18), of which the state space and the short convolution are variations.
+// What other families add to a Llama. A block reads s->normed, the normed stream of the chunk, with
+// the weights of layer s->l, and leaves in s->out what is added to the stream. A section is one
+// idea, and begins with the load_ function of its tensors. Read experts (16), then the gated delta
+// rule (18), of which the state space is a variation.
 //
 //   14  positions           learned ones, RoPE beyond the texts of training, ALiBi, far queries
 //   15  steps of blocks     activations, bounds, damaged values, gates of attention
 //   16  experts             in place of the FFN
-//   17  vectors             of the compiler, for the next section
-//   18  the delta rule      recurrent mixers, in place of attention or beside it, whose memory of
-//   19  the state space     earlier tokens has a fixed size
-//   20  the convolution
-//   21  latent attention    keys and values are made of a latent
-//   22  Gemma 4             shared caches, an input for each layer
-//   23  memory              buffers and states of all these
+//   17  the convolution     recurrent mixers, in place of attention or beside it, whose memory of
+//   18  the delta rule      earlier tokens has a fixed size
+//   19  the state space
+//   20  their layers        how a layer with such a mixer is loaded, and runs
+//   21  latent attention    keys and values are made of one short vector
+//   22  Gemma 4             borrowed caches, an input for each layer
+//   23  memory              the buffers and states of all blocks
 
 // ---- 14. positions ----
 //
-// Scaled models slow RoPE's angles down: all of them (linear), by a factor each (Llama 3,
-// longrope), or the low frequencies more than the high ones (YaRN, arXiv 2309.00071). Models of
-// images divide RoPE's pairs among three positions, which are the same in text; pairs left over
-// stand still.
+// For texts longer than those of training, RoPE's angles are slowed down: all alike (linear), each
+// by a factor of its own (Llama 3, longrope), or low frequencies more than high ones (YaRN, arXiv
+// 2309.00071). Models of images divide RoPE's pairs among three positions, which are the same in
+// text; pairs left over stand still.
 
-// x += the embeddings of its position and of token type 0; norms the sum
+// Adds to x the embeddings of its position and of token type 0, and norms the sum.
 static void add_embeddings(Session *s, float *x, size_t i) {
     const Model *m = s->m;
     const Config *c = &m->config;
@@ -2641,7 +2648,7 @@ static void add_embeddings(Session *s, float *x, size_t i) {
     if (m->embd_norm.w || c->embd_normed) norm(x, x, c->dim, &m->embd_norm, c->norm, c->eps);
 }
 
-// the pair of values whose angle makes so many turns in the original context
+// Returns the pair whose angle makes this many turns in the original context.
 static double yarn_pair(const Config *c, double turns, int n_rot, double base) {
     return n_rot * log(c->n_ctx_orig / (turns * 2 * M_PI)) / (2 * log(base));
 }
@@ -2655,8 +2662,7 @@ static bool pair_still(const Config *c, int i) {
 }
 
 // Changes the frequencies [n_rot/2] of rope_frequencies, and returns the factor of cosines and
-// sines. YaRN leaves pairs up to `low` as they are, divides those from `high` on, and blends the
-// others.
+// sines. YaRN leaves pairs up to `low` alone, divides pairs from `high` on, and blends the others.
 static float rope_scaling(const Model *m, int kind, int window, double *freq) {
     const Config *c = &m->config;
     bool unscaled = kind == WINDOWED && c->local_unscaled, yarn = c->yarn && !unscaled;
@@ -2669,13 +2675,13 @@ static float rope_scaling(const Model *m, int kind, int window, double *freq) {
     double low = fmax(0, floor(yarn_pair(c, c->yarn_fast, n_rot, base)));
     double high = fmin(n_rot - 1, ceil(yarn_pair(c, c->yarn_slow, n_rot, base)));
     for (int i = 0; i < n_rot / 2; i++) {
-        double plain = freq[i] / (divide ? divide[i] : 1);
+        double own = freq[i] / (divide ? divide[i] : 1);
         double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));   // 1: unscaled
-        if (pair_still(c, i)) plain = 0;
-        freq[i] = yarn ? plain * (scale * (1 - ramp) + ramp) : plain * scale;
+        if (pair_still(c, i)) own = 0;
+        freq[i] = yarn ? own * (scale * (1 - ramp) + ramp) : own * scale;
     }
     double longer = yarn && scale < 1 ? 0.1 * log(1 / scale) : 0;
-    float mag = kind == WINDOWED && c->local_plain ? 1 : c->rope_mag;
+    float mag = kind == WINDOWED && c->local_no_mag ? 1 : c->rope_mag;
     return mag * (1 + longer) / (1 + c->yarn_log * longer);
 }
 
@@ -2695,8 +2701,8 @@ static bool check_more(const Session *s, int n, Error *e) {
 }
 
 // ALiBi (arXiv 2108.12409) subtracts slope * distance from a score. The slopes of n = 2^k heads are
-// powers of one ratio: 2^(-max_bias * (h + 1) / n). Of any other number, the first 2^k heads have
-// these slopes, and the rest every other one of the sequence for 2^(k+1) heads.
+// powers of one ratio: 2^(-max_bias * (h + 1) / n). For any other number the first 2^k heads have
+// these slopes, and the rest have every other slope of the sequence for 2^(k+1) heads.
 static void alibi_slopes(float *slope, int n_head, float max_bias) {
     int power = 1;   // 2^k
     while (2 * power <= n_head) power *= 2;
@@ -2707,23 +2713,20 @@ static void alibi_slopes(float *slope, int n_head, float max_bias) {
     }
 }
 
-// Queries far out are sharpened (Ministral 3):
-//
-//   q *= 1 + sharpen_scale * ln(floor(pos / sharpen_length) + 1)
-//
-// Llama 4 has pos + 1 for pos, and does so only where there is no RoPE.
+// Sharpens queries far out (Ministral 3): q *= 1 + sharpen_scale * ln(floor(pos / sharpen_length) +
+// 1). Llama 4 takes pos + 1 for pos, and sharpens only where there is no RoPE.
 static void sharpen(const Session *s, float *q, size_t n, int pos) {
     const Config *c = &s->m->config;
     if (c->sharpen_scale == 0 || (c->span && s->m->layers[s->l].rotated)) return;
     if (c->span) pos++;
-    float spans = floorf(pos / (float)c->sharpen_length);
-    scale(q, n, c->sharpen_scale * logf(spans + 1) + 1);
+    float lengths = floorf(pos / (float)c->sharpen_length);
+    scale(q, n, c->sharpen_scale * logf(lengths + 1) + 1);
 }
 
 // ---- 15. steps of blocks ----
 
-// x within -limit .. limit. A NaN stays one, as everywhere: fminf and fmaxf would make it a number,
-// and a damaged model would go on talking.
+// Returns x held within -limit .. limit. A NaN stays a NaN: fminf and fmaxf would turn it into a
+// number, and a damaged model would go on talking.
 static inline float within(float x, float limit) {
     x = x < -limit ? -limit : x;
     return x > limit ? limit : x;
@@ -2734,17 +2737,17 @@ static void clamp(float *x, int64_t n, float limit) {
     for (int64_t i = 0; i < n; i++) x[i] = within(x[i], limit);
 }
 
-// x * sigmoid(z), where z is x in SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) in GELU's tanh form
+// Returns x * sigmoid(z), where z is x in SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) in GELU.
 INLINE float activation_of(float x, int act) {
     if (act == ACT_RELU2) return x < 0 ? 0 : x * x;
     if (act == ACT_RELU) return x < 0 ? 0 : x;
-    float z = x;
+    float z = x;   // SiLU
     if (act == ACT_SWIGLU_OAI) z = 1.702f * x;
     if (act == ACT_GELU) z = 1.595769122f * (x + 0.044715f * x * x * x);
     return x / (1 + exp_fast(-z));
 }
 
-// In gpt-oss the gate is at most 7, and 1 + up, with up within -7 .. 7, takes the place of up.
+// gpt-oss takes min(gate, 7) for the gate, and 1 + up for up, with up held within -7 .. 7.
 INLINE void activate_as(float *out, const float *gate, const float *up, int n, int act) {
     const float *x = gate ? gate : up;
     for (int i = 0; i < n; i++) {
@@ -2759,14 +2762,16 @@ INLINE void activate_as(float *out, const float *gate, const float *up, int n, i
 
 // out = act(gate) * up, or act(up) without a gate
 static void activate(float *out, const float *gate, const float *up, int n, int act) {
-    if (act == ACT_SILU) activate_as(out, gate, up, n, ACT_SILU);   // five constants, five loops
+    if (act == ACT_SILU) activate_as(out, gate, up, n, ACT_SILU);   // each gets its own loop
     else if (act == ACT_GELU) activate_as(out, gate, up, n, ACT_GELU);
     else if (act == ACT_RELU2) activate_as(out, gate, up, n, ACT_RELU2);
     else if (act == ACT_RELU) activate_as(out, gate, up, n, ACT_RELU);
-    else activate_as(out, gate, up, n, ACT_SWIGLU_OAI);
+    else if (act == ACT_SWIGLU_OAI) activate_as(out, gate, up, n, ACT_SWIGLU_OAI);
+    else assert(!"an activation that has no loop");
 }
 
-// up = min(act(gate), limit) * up, with up within -limit .. limit; Maple: act(min(gate, limit))
+// up = min(act(gate), limit) * up, with up held within -limit .. limit; Maple has act(min(gate,
+// limit)) instead
 static void activate_limited(const Config *c, float *gate, float *up, int n, float limit) {
     for (int i = 0; c->limit_first && i < n; i++) gate[i] = gate[i] > limit ? limit : gate[i];
     activate(gate, NULL, gate, n, c->act);
@@ -2776,7 +2781,7 @@ static void activate_limited(const Config *c, float *gate, float *up, int n, flo
 
 static float log1p_exp(float x) { return x > 20 ? x : log1pf(expf(x)); }   // log(1 + e^x)
 
-// xIELU (arXiv 2411.13010): a parabola above 0, an exponential below; there both have slope beta.
+// xIELU (arXiv 2411.13010) is a parabola above 0 and an exponential below, both of slope beta at 0.
 static void xielu(float *x, int n, const Layer *w) {
     float beta = w->xielu.beta, eps = w->xielu.eps;
     float above = log1p_exp(w->xielu.alpha_p), below = beta + log1p_exp(w->xielu.alpha_n);
@@ -2787,7 +2792,7 @@ static void xielu(float *x, int n, const Layer *w) {
     }
 }
 
-// up = act(gate) * up, or act(up) where there is no gate, in families other than a Llama
+// activate_row in other families: up = act(gate) * up, or act(up) without a gate
 static void activate_more(const Session *s, const Ffn *f, float *gate, float *up) {
     const Config *c = &s->m->config;
     int ff = f->up->rows;
@@ -2797,9 +2802,9 @@ static void activate_more(const Session *s, const Ffn *f, float *gate, float *up
     else activate(up, gate, up, ff, c->act);
 }
 
-// A row of the cache that a query does not see has the weight 0, but 0 times a NaN is a NaN: so
-// values in the cache must be finite. Numbers of a value v [n] that are not become 0 here, and its
-// key gets a NaN, which goes into the scores of those queries that see the row, and of no others.
+// A row of the cache that a query does not see has the weight 0, but 0 times a NaN is a NaN. So
+// non-finite numbers of a value v [n] become 0 here, and its key gets a NaN, which enters the
+// scores of the queries that see the row, and no other scores.
 static void cache_finite(uint16_t *v, int n, uint16_t *key) {
     enum { EXPONENT = 0x7C00 };   // of an f16; all of it is set in infinities and NaNs
     int damaged = 0;
@@ -2809,8 +2814,8 @@ static void cache_finite(uint16_t *v, int n, uint16_t *key) {
     *key = EXPONENT + 1;
 }
 
-// A token's heads before RoPE: limits (OLMo), norms of queries and keys (Qwen 3), of values (Gemma
-// 4). After RoPE some models norm queries and keys, or sharpen queries.
+// Before RoPE a token's heads are limited (OLMo) and normed (queries and keys in Qwen 3, values in
+// Gemma 4). After RoPE some models norm queries and keys, or sharpen queries.
 
 static void norm_heads(const Session *s, float *q, int n_head, float *k, int n_kv) {
     const Config *c = &s->m->config;
@@ -2834,8 +2839,8 @@ static void after_rope(const Session *s, float *q, int n_head, float *k, int n_k
     sharpen(s, q, n_head * s->m->layers[s->l].hd, pos);
 }
 
-// How scores differ, and what a query sees: in latent attention values are the first numbers of a
-// key; encoders see both ways; a chunk lies in one span.
+// Sets how scores differ, and what a query sees. In latent attention a value is the beginning of
+// its key; encoders also see later tokens; a chunk lies in one span.
 static void see_more(const Session *s, Attention *a) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
@@ -2847,10 +2852,9 @@ static void see_more(const Session *s, Attention *a) {
     if (c->span && w->window) a->span_start = s->pos / c->span * c->span;
 }
 
-// Gates of attention: a head's result is multiplied by sigmoid(gate) or softplus(gate). The rows of
-// q's projection may be query and gate of the first head, of the second, ..., one gate for each
-// value; split_gate_row parts them. Other models make gates by a product: one for each value, or
-// one for each head.
+// Gates of attention multiply a head's result by sigmoid(gate) or softplus(gate). In Qwen3-Next the
+// rows of q are query and gate of the first head, of the second, ..., with a gate for each value;
+// split_gate_row parts them. Other models have a matrix for gates, one for each value or each head.
 
 static void split_gate_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
@@ -2865,8 +2869,7 @@ static void split_gate_row(Session *s, const void *arg, size_t i) {
 static bool gates_in_q(const Layer *w) { return w->q.rows > w->n_head * w->hd; }
 static bool has_gates(const Layer *w) { return gates_in_q(w) || w->attn_gate.data; }
 
-// The products of attention where gates come with them. A layer that reads another one's cache has
-// neither k nor v.
+// Makes q, k and v where there are gates, too, or where a layer borrows a cache and has only q.
 static void project_more(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     int n = s->n, jobs = w->k.rows ? 3 : 1;
@@ -2878,6 +2881,7 @@ static void project_more(Session *s) {
     if (gates_in_q(w)) each_row(s, split_gate_row, w, n);
 }
 
+// Loads the matrix of attention's gates, one for each head or for each of its vd values.
 static void load_gate(Loader *ld, Layer *w, int n_head, int vd) {
     if (!(ld->arch->flags & GATE)) return;
     const Tensor *t = find_tensor(ld, "attn_gate", ".weight");
@@ -2904,8 +2908,6 @@ static void gate_attention(Session *s, float *x, int width) {
     each_row(s, gate_row, &(Gated){x, width, gates}, s->n);
 }
 
-// x += out, in a layer that does more than that. `post` is the block's own norm, of its result or,
-// in an encoder, of the sum; it also tells which block this is.
 static bool adds_more(const Layer *w) {
     return w->attn_post_norm.w || w->ffn_post_norm.w || w->attn_norm_2.w || w->out_scale ||
            w->last_norm.w || w->input_gate.data;
@@ -2913,7 +2915,8 @@ static bool adds_more(const Layer *w) {
 
 static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
 
-// what an embedding is pooled from: normed [dim] of n rows, from row `first` of the last chunk on
+// Returns what an embedding is pooled from: the normed rows of n tokens of the last chunk, from
+// token `first` on.
 static const float *hidden_rows(Session *s, int first, int n) {
     size_t dim = s->m->config.dim;
     gpu_fetch(s, s->x + first * dim, n * dim * sizeof *s->x);
@@ -2921,6 +2924,8 @@ static const float *hidden_rows(Session *s, int first, int n) {
     return s->normed + first * dim;
 }
 
+// x += out, in a layer that does more than that. `post` is the block's own norm, of its result or,
+// in an encoder, of the sum; it also tells which block this is.
 static void add_more_row(Session *s, const void *arg, size_t i) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
@@ -2942,9 +2947,12 @@ static void add_more_row(Session *s, const void *arg, size_t i) {
 //
 // A mixture of experts has n_expert FFNs; a router chooses n_used of them for each token, and their
 // results are added up with the router's weights. Tokens are sorted by expert, so that an expert's
-// weights are read, and decoded, once for all its tokens. A shared expert sees every token. Latent
-// experts have an input of a width of their own: one product makes it, one widens their sum.
+// weights are read, and decoded, once for all its tokens. A shared expert sees every token.
+// Squeezed experts ("latent" in files) read fewer numbers than the stream has: one product makes
+// their input, another one widens their sum.
 
+// Loads the router, the experts, and a shared expert. In: n_used, and ff of Gemma 4's dense FFN.
+// Out: ff is the width of an expert.
 static void load_experts(Loader *ld, Layer *w) {
     static const FfnNames sparse = {"ffn_gate_exps", "!ffn_up_exps", "!ffn_down_exps",
                                     "ffn_gate_up_exps"};
@@ -2958,12 +2966,12 @@ static void load_experts(Loader *ld, Layer *w) {
     w->router = load_unscaled(ld, "!ffn_gate_inp", c->dim, n, 1);   // its .scale is of its input
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
     if (!w->router_bias) w->router_bias = load_vector(ld, "exp_probs_b", "", n);
-    w->latent_down = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
-    bool latent = w->latent_down.data, gated = c->act != ACT_RELU2;
-    int wide = latent ? w->latent_down.rows : c->dim;   // of an expert's input
-    if (latent && (gated || find_tensor(ld, "ffn_gate_inp", ".scale")))
+    w->squeeze = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
+    bool squeezed = w->squeeze.data, gated = c->act != ACT_RELU2;
+    int wide = squeezed ? w->squeeze.rows : c->dim;   // of an expert's input
+    if (squeezed && (gated || find_tensor(ld, "ffn_gate_inp", ".scale")))
         refuse(ld, "layer %d: latent experts with a gate or beside a dense FFN", ld->l);
-    if (latent) w->latent_up = load_matrix(ld, "!ffn_latent_up", wide, c->dim, 1);
+    if (squeezed) w->unsqueeze = load_matrix(ld, "!ffn_latent_up", wide, c->dim, 1);
     if (c->act == ACT_SWIGLU_OAI && find_tensor(ld, sparse.both, ".weight"))
         refuse(ld, "tensor %s%s: gate and up are interleaved, as in Ollama's first gpt-oss; get or "
                    "make another file", ld->prefix, sparse.both);
@@ -2988,14 +2996,15 @@ static void load_experts(Loader *ld, Layer *w) {
         w->down.scale = scaled(ld, w->down.scale, n, 0.5f);
         w->shared_down.scale = scaled(ld, w->shared_down.scale, 1, 0.5f);
     }
-    if (latent && w->shared_router.data)
+    if (squeezed && w->shared_router.data)
         refuse(ld, "layer %d: latent experts beside a weighed one", ld->l);
 }
 
-enum { MAX_EXPERTS = MAX_JOBS / 2 };   // that run together: one has gate and up
+enum { MAX_EXPERTS = MAX_JOBS / 2 };   // that run together, each with two jobs, gate and up
 
-// The matrix of expert i. Experts lie w->step bytes apart, and their biases as many rows apart as
-// these bytes hold: w may be only some of the rows that the file has for each expert.
+// Returns the matrix of expert i. Experts lie w->step bytes apart, and their biases as many rows
+// apart as these bytes hold, because w may be only some of the rows that a file has for each
+// expert.
 static Matrix matrix_expert(const Matrix *w, int i) {
     Matrix one = *w;
     one.data += i * w->step;
@@ -3004,8 +3013,8 @@ static Matrix matrix_expert(const Matrix *w, int i) {
     return one;
 }
 
-// Experts may be chosen within the n_group_used best groups only. A group is worth the sum of its
-// two best scores: those of experts in other groups become the lowest there is.
+// Keeps the choice within the n_group_used best groups: scores of experts in other groups become
+// the lowest there is. A group is worth the sum of its two best scores.
 static void drop_groups(const Config *c, float *score) {
     Candidate group[MOST_GROUPS];
     int size = c->n_expert / c->n_group;
@@ -3022,15 +3031,15 @@ static void drop_groups(const Config *c, float *score) {
         for (int e = 0; e < size; e++) score[group[k].id * size + e] = -FLT_MAX;
 }
 
-// The router's choice for one token: probabilities p, the n_used best by their scores (p, with a
-// bias and within the best groups), and their weights, which are of p.
+// Chooses the experts of one token: makes probabilities p of the router's logits, and takes the
+// n_used best by score, which is p with a bias and within the best groups. Their weights are of p.
 static void choose_experts(Session *s, const void *arg, size_t i) {
     const Config *c = &s->m->config;
     const Layer *w = arg;
     int n_expert = c->n_expert, n_used = w->n_used;
     float *p = s->route + i * n_expert, *weight = s->weight + i * n_used;
     int32_t *chosen = s->chosen + i * n_used;
-    float score[MOST_EXPERTS], top = p[0], all = 0, scores = 0, sum = 0, scale = c->gates_scale;
+    float score[MOST_EXPERTS], top = p[0], all = 0, scores = 0, sum = 0, scale = c->weights_scale;
     bool sigmoid = c->gating == GATING_SIGMOID;
     for (int e = 1; e < n_expert; e++) top = fmaxf(top, p[e]);
     for (int e = 0; e < n_expert; e++) {
@@ -3044,7 +3053,7 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
         scores += score[e];
     }
     if (c->n_group > 1) drop_groups(c, score);
-    for (int e = 0; e < n_expert; e++) {   // puts e in its place among the best so far
+    for (int e = 0; e < n_expert; e++) {   // e takes its place among the best so far
         int k = e < n_used ? e : n_used - 1;
         if (e > k && !(score[e] > score[chosen[k]])) continue;
         for (; k > 0 && score[e] > score[chosen[k - 1]]; k--) chosen[k] = chosen[k - 1];
@@ -3054,13 +3063,13 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
         weight[k] = p[chosen[k]];
         sum += weight[k];
     }
-    if (c->gates_normed) scale /= fmaxf(sum, 6.103515625e-5f);   // 2^-14
-    if (isnan(scores)) scale = NAN;   // a NaN may not be chosen: nobody would notice
+    if (c->weights_normed) scale /= fmaxf(sum, 6.103515625e-5f);   // 2^-14
+    if (isnan(scores)) scale = NAN;   // or nobody would notice a NaN that is not chosen
     for (int k = 0; k < n_used; k++) weight[k] *= scale;
 }
 
-// order = the indices of all choices, sorted by expert (a counting sort). It is stable, so that a
-// token's sum does not depend on its neighbours.
+// Sorts the indices of all choices by expert, into s->order. This counting sort is stable, so that
+// a token's sum does not depend on its neighbours.
 static void sort_choices(const Session *s, int n) {
     int start[MOST_EXPERTS + 1] = {0}, n_expert = s->m->config.n_expert;
     for (int i = 0; i < n; i++) start[s->chosen[i] + 1]++;
@@ -3068,17 +3077,17 @@ static void sort_choices(const Session *s, int n) {
     for (int i = 0; i < n; i++) s->order[start[s->chosen[i]]++] = i;
 }
 
-// the input of each choice's token, in experts' order
+// copies the input of choice i's token, in the order of experts
 static void gather_row(Session *s, const void *arg, size_t i) {
     const int32_t *order = arg;
     const Layer *w = &s->m->layers[s->l];
     size_t dim = w->down.rows, token = order[i] / w->n_used;
-    const float *from = w->latent_down.data ? s->latent : s->normed;
+    const float *from = w->squeeze.data ? s->squeezed : s->normed;
     memcpy(s->gathered + i * dim, from + token * dim, dim * sizeof *from);
     if (s->m->config.inputs_weighed) scale(s->gathered + i * dim, dim, s->weight[order[i]]);
 }
 
-// The products of some experts, which run together; room for their matrices.
+// The products of some experts that run together, with room for their matrices.
 typedef struct {
     int n_experts, n_in;
     Matrix gate[MAX_EXPERTS], up[MAX_EXPERTS], down[MAX_EXPERTS];
@@ -3096,8 +3105,9 @@ static void add_expert(ExpertCall *call, const Layer *w, int e, int n, ExpertRow
     call->back[k] = (Matmul){&call->down[k], r.up, r.out, n};
 }
 
-// Counts the scratch of experts, while there are no choices. One case bounds all: `limit` tokens
-// for one expert, and for each of the others the fewest that take a tile, which waste most of it.
+// Counts the scratch of experts before there are choices. No choice needs more than this case: one
+// expert has `limit` tokens, and each other one FEW + 1, the fewest that take a tile and
+// waste most of it. (The arena asserts it in each run.)
 static void count_experts(Session *s, int limit) {
     ExpertCall call = {0};
     float place[MAX_EXPERTS];   // a place for each, as no two experts share their packed x
@@ -3111,9 +3121,9 @@ static void count_experts(Session *s, int limit) {
     matmul(s->pool, &s->op_scratch, call.back, call.n_experts);
 }
 
-// Runs the first experts of the sorted order, as many as fit the buffers (of `limit` rows), each
-// with all its tokens, and adds their results to sum [n][..]. Returns how many of the `left`
-// choices that were; choice k is of token k / n_used.
+// Runs the first experts of `order`, as many as fit the buffers of `limit` rows, each with all its
+// tokens, and adds their results to sum [n][..]. Returns how many of the `left` choices it ran;
+// choice k is of token k / n_used.
 static int run_experts(Session *s, const int32_t *order, int left, int limit, float *sum) {
     const Layer *w = &s->m->layers[s->l];
     size_t dim = w->down.rows, ff = w->ff;
@@ -3139,7 +3149,7 @@ static int run_experts(Session *s, const int32_t *order, int left, int limit, fl
     return rows;
 }
 
-// adds the shared expert's result, weighted where there is a router for it
+// adds the shared expert's result, with a weight if it has a router
 static void add_shared_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
     size_t dim = s->m->config.dim;
@@ -3153,11 +3163,11 @@ static void add_shared_row(Session *s, const void *arg, size_t i) {
 static void experts(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     int n = s->n, rows = n * w->n_used, limit = larger(n, w->n_used);
-    bool latent = w->latent_down.data;
-    float *sum = latent ? s->latent_sum : s->out;
+    bool squeezed = w->squeeze.data;
+    float *sum = squeezed ? s->squeezed_sum : s->out;
     if (w->router_norm.w) each_row(s, norm_row, &w->router_norm, n);
     if (!s->m->config.routed_first) product(s, &w->router, s->normed, s->route);
-    if (latent) product(s, &w->latent_down, s->normed, s->latent);
+    if (squeezed) product(s, &w->squeeze, s->normed, s->squeezed);
     if (w->expert_norm.w) each_row(s, norm_row, &w->expert_norm, n);
     each_row(s, choose_experts, w, n);
     if (!s->op_scratch.base) count_experts(s, limit);
@@ -3166,7 +3176,7 @@ static void experts(Session *s) {
         memset(sum, 0, (size_t)n * w->down.rows * sizeof *s->out);
         for (int i = 0; i < rows;) i += run_experts(s, s->order + i, rows - i, limit, sum);
     }
-    if (latent) product(s, &w->latent_up, s->latent_sum, s->out);
+    if (squeezed) product(s, &w->unsqueeze, s->squeezed_sum, s->out);
     if (!w->shared_up.data) return;
     if (w->expert_norm.w) each_row(s, norm_row, &w->ffn_norm, n);   // the input as it was
     if (w->shared_router.data) product(s, &w->shared_router, s->normed, s->route);
@@ -3175,32 +3185,45 @@ static void experts(Session *s) {
     each_row(s, add_shared_row, w, n);
 }
 
-// ---- 17. vectors of the compiler ----
+// ---- 17. the convolution over time ----
 //
-// LANES floats in a register, as wide as the CPU's; Part V adds to them.
-#define UNROLL QUANT_UNROLL
-#ifdef __clang__
-#pragma clang diagnostic ignored "-Wpass-failed"   // where a count is not constant it stays a loop
-#endif
-#if defined(QUANT_AVX512) && defined(__AVX512VNNI__)
-#define SIMD_VNNI
-enum { LANES = 16 };
-#elif defined(QUANT_X86) && defined(__FMA__)
-#define SIMD_AVX2
-enum { LANES = 8 };
-#else
-enum { LANES = 4 };
-#endif
-typedef float vf __attribute__((vector_size(4 * LANES)));
+// A recurrent mixer has a memory of fixed size in place of a cache. Its inputs first pass a short
+// convolution over time; in LFM2 (arXiv 2511.23404) this is the whole mixer: out = W (c * conv(b *
+// u)), where one projection makes the gates b and c, and u [dim].
 
-INLINE vf load_f32(const void *p) {
-    vf v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
-INLINE void prefetch_l1(const void *p, int bytes) {   // harmless on unmapped addresses
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
+enum { CONV_CHANNELS = 64 };   // that one call takes
+
+// Runs the convolution on CONV_CHANNELS neighbouring channels of the chunk, then SiLU:
+//
+//   y[t] = silu(sum over j of tap[j] * x[t - past + j] + bias)      j = 0 .. past
+//
+// LFM2 has gates in place of SiLU. s->mix holds the last `past` rows before the chunk, from the
+// cache, and behind them the chunk's rows. So the inputs of token t are rows t .. t + past, and its
+// result can take the place of row t, because no later token reads that row.
+static void delta_conv(Session *s, const void *arg, size_t call) {
+    const Layer *w = arg;
+    size_t channels = w->conv_in.rows, at = call * CONV_CHANNELS;   // first channel
+    bool gated = w->mixer == MIX_CONV;
+    int n = s->n, past = s->m->config.conv - 1;
+    int width = channels - at < CONV_CHANNELS ? channels - at : CONV_CHANNELS;
+    size_t bytes = width * sizeof(float);
+    float *old = s->cache[s->l].conv + at, *mix = s->mix + at, tap[MOST_TAPS][CONV_CHANNELS];
+    for (int j = 0; j <= past; j++)
+        for (int i = 0; i < width; i++) tap[j][i] = w->conv[(at + i) * (past + 1) + j];
+    for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + j * channels, bytes);
+    for (int t = 0; t < n; t++) {
+        float y[CONV_CHANNELS] = {0}, *x = mix + t * channels;
+        float *b = s->att + t * channels + at, *c = s->z + t * channels + at;   // gates
+        for (int i = 0; i < CONV_CHANNELS; i += 16)   // the CPU does not prefetch rows so far apart
+            __builtin_prefetch(x + (past + 8) * channels + i);
+        if (w->conv_bias) memcpy(y, w->conv_bias + at, bytes);
+        for (int i = 0; gated && i < width; i++) x[past * channels + i] *= b[i];
+        for (int j = 0; j <= past; j++)
+            for (int i = 0; i < width; i++) y[i] += tap[j][i] * x[j * channels + i];
+        for (int i = 0; gated && i < width; i++) b[i] = y[i] * c[i];   // it is the result
+        if (!gated) activate(x, NULL, y, width, ACT_SILU);
+    }
+    for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, bytes);
 }
 
 // ---- 18. the gated delta rule (arXiv 2412.06464) ----
@@ -3211,11 +3234,11 @@ INLINE void prefetch_l1(const void *p, int bytes) {   // harmless on unmapped ad
 //
 //   S *= g        S += b (v - S k) k'        o = S q        (KDA: column j of S by g[j])
 //
-// Around it: q, k and v pass a short convolution over time, q and k get unit length, g and b come
-// from two more projections, and o passes a norm and a gate z.
+// Before the rule q, k and v pass the convolution, q and k get unit length, and two more
+// projections make g and b. After the rule o passes a norm and a gate z.
 
-// Early files of Qwen3-Next have q, k, v and z in one tensor, the rows of each key head in turn.
-// They are copied into the order of later files: those of q of all heads, of k, of v, of z.
+// Early files of Qwen3-Next have q, k, v and z in one tensor, where the rows of one key head follow
+// those of another. Copies them into the order of later files: q of all heads, k, v, z.
 static void load_interleaved(Loader *ld, Layer *w, int qkv, int values) {
     const Config *c = &ld->m->config;
     Matrix all = load_matrix(ld, "!ssm_in", c->dim, qkv + values, 1);
@@ -3235,6 +3258,7 @@ static void load_interleaved(Loader *ld, Layer *w, int qkv, int values) {
     w->z = matrix_rows(all, qkv, values);
 }
 
+// Loads the delta rule's matrices. In: the rows of q, k and v together, and those of v.
 static void load_delta(Loader *ld, Layer *w, int qkv, int values) {
     const Config *c = &ld->m->config;
     if (find_tensor(ld, "ssm_in", ".weight")) load_interleaved(ld, w, qkv, values);
@@ -3249,7 +3273,7 @@ static void load_delta(Loader *ld, Layer *w, int qkv, int values) {
     w->beta = load_matrix(ld, "!ssm_beta", c->dim, c->n_value, 1);
 }
 
-// One matrix [rows][dim] by the name of a, or two, a [..][dim] and behind it b [rows][..].
+// Loads one matrix [rows][dim] under a's name, or two, a [..][dim] and after it b [rows][..].
 static void load_pair(Loader *ld, const char *a_name, const char *b_name, int rows, Matrix *a,
                       Matrix *last) {
     int dim = ld->m->config.dim;
@@ -3259,10 +3283,10 @@ static void load_pair(Loader *ld, const char *a_name, const char *b_name, int ro
     } else *last = load_matrix(ld, a_name, dim, rows, 1);
 }
 
-// Kimi Delta Attention (KDA, arXiv 2510.26692): each column of S has a decay of its own, so g is a
-// vector [dk], and the gate of o is a sigmoid. q, k and v are three products with three
-// convolutions; their results lie side by side, as those of the one product do elsewhere. alpha and
-// z may be products of two matrices: alpha alpha_a h, z z_a h.
+// Loads Kimi Delta Attention (KDA, arXiv 2510.26692): each column of S has a decay of its own, so g
+// is a vector [dk], and the gate of o is a sigmoid. q, k and v are three products with three
+// convolutions, whose results lie side by side like those of one product. alpha and z may be
+// products of two matrices: alpha alpha_a h, z z_a h.
 static void load_kda(Loader *ld, Layer *w, int wide) {
     const Config *c = &ld->m->config;
     static const char *const name[3] = {"!ssm_conv1d_q", "!ssm_conv1d_k", "!ssm_conv1d_v"};
@@ -3283,52 +3307,19 @@ static void load_kda(Loader *ld, Layer *w, int wide) {
     w->delta_norm = load_norm(ld, "!ssm_norm", 1, c->dv);
 }
 
-// A head's S is kept in blocks of DELTA_ROWS of its rows, each [dk][DELTA_ROWS]: rows lie side by
-// side, so that one instruction works on many of them.
-enum { DELTA_ROWS = 64, CONV_BLOCK = 64 };
+// A head's S is cut into strips of DELTA_ROWS rows. A strip is stored as [dk][DELTA_ROWS]: its rows
+// lie side by side, so that one instruction works on many of them.
+enum { DELTA_ROWS = 64 };
 
-static int delta_blocks(const Config *c) { return (c->dv + DELTA_ROWS - 1) / DELTA_ROWS; }
+static int delta_strips(const Config *c) { return (c->dv + DELTA_ROWS - 1) / DELTA_ROWS; }
 
-static uint64_t delta_state_size(const Config *c) {
-    return (uint64_t)c->n_value * delta_blocks(c) * c->dk * DELTA_ROWS;
+static uint64_t delta_state_size(const Config *c) {   // floats of a layer's state
+    return (uint64_t)c->n_value * delta_strips(c) * c->dk * DELTA_ROWS;
 }
 
-// Causal convolution over time of one block of channels, then SiLU; a short one has gates instead:
-//
-//   y[t] = silu(sum over j of tap[j] * x[t - past + j] + bias)      j = 0 .. past
-//
-// s->mix holds the last `past` rows before the chunk, from the cache, and behind them the chunk's.
-// So the inputs of token t are rows t .. t + past, and its result can take the place of row t,
-// which no later token reads.
-static void delta_conv(Session *s, const void *arg, size_t block) {
-    const Layer *w = arg;
-    size_t channels = w->conv_in.rows, at = block * CONV_BLOCK;   // the block's first channel
-    bool gated = w->mixer == MIX_CONV;
-    int n = s->n, past = s->m->config.conv - 1;
-    int width = channels - at < CONV_BLOCK ? channels - at : CONV_BLOCK;
-    size_t bytes = width * sizeof(float);
-    float *old = s->cache[s->l].conv + at, *mix = s->mix + at, tap[MOST_TAPS][CONV_BLOCK];
-    for (int j = 0; j <= past; j++)
-        for (int i = 0; i < width; i++) tap[j][i] = w->conv[(at + i) * (past + 1) + j];
-    for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + j * channels, bytes);
-    for (int t = 0; t < n; t++) {
-        float y[CONV_BLOCK] = {0}, *x = mix + t * channels;
-        float *b = s->att + t * channels + at, *c = s->z + t * channels + at;   // gates
-        for (int i = 0; i < CONV_BLOCK; i += 16)   // the CPU does not prefetch rows so far apart
-            __builtin_prefetch(x + (past + 8) * channels + i);
-        if (w->conv_bias) memcpy(y, w->conv_bias + at, bytes);
-        for (int i = 0; gated && i < width; i++) x[past * channels + i] *= b[i];
-        for (int j = 0; j <= past; j++)
-            for (int i = 0; i < width; i++) y[i] += tap[j][i] * x[j * channels + i];
-        for (int i = 0; gated && i < width; i++) b[i] = y[i] * c[i];   // it is the result
-        if (!gated) activate(x, NULL, y, width, ACT_SILU);
-    }
-    for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, bytes);
-}
-
-// scales one token's q and k to unit length, q also by 1/sqrt(dk); computes for each value head
+// Scales one token's q and k to unit length, q also by 1/sqrt(dk), and computes for each value head
 //   g = exp(a * t)      t = softplus(alpha + dt)      b = sigmoid(beta), or t in a state space
-// or, with a bound, g = exp(kda_lower * sigmoid(a * (alpha + dt)))
+// or, with a bound, g = exp(kda_lower * sigmoid(a * (alpha + dt))).
 static void delta_gates_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
     const Config *c = &s->m->config;
@@ -3336,7 +3327,7 @@ static void delta_gates_row(Session *s, const void *arg, size_t i) {
     int share = c->n_value / c->n_key;   // value heads of a key head
     int each = larger(c->kda, 1);        // decays of a value head
     float *decay = s->decay + i * c->n_value * each;
-    float *write = s->write_gate + i * c->n_value;
+    float *write = s->strength + i * c->n_value;
     for (int h = 0; w->mixer == MIX_DELTA && h < 2 * c->n_key; h++) {
         float *x = mix + (size_t)h * c->dk, length = sqrtf(sum16(x, c->dk, 0, true) + c->eps);
         float scale = (h < c->n_key ? 1 / sqrtf(c->dk) : 1) / length;
@@ -3358,6 +3349,47 @@ static void delta_gates_row(Session *s, const void *arg, size_t i) {
     }
 }
 
+// The inputs of value head h for the first token of the chunk. The next token's inputs stand `step`
+// floats further on. A row of s->mix is q | k | v of all heads, in a state space v | k | q.
+typedef struct { const float *q, *k, *v; size_t step; } HeadInputs;
+static HeadInputs head_inputs(const Session *s, const Layer *w, int h) {
+    const Config *c = &s->m->config;
+    int key = c->key_tiled ? h % c->n_key : h / (c->n_value / c->n_key);   // the key head
+    size_t keys = c->n_key * c->dk, values = c->n_value * c->dv;   // floats of all heads
+    size_t q = 0, k = keys, v = 2 * keys;   // where those of all heads begin
+    if (w->mixer == MIX_SPACE) {
+        q = values + keys;
+        k = values;
+        v = 0;
+    }
+    return (HeadInputs){s->mix + q + key * c->dk, s->mix + k + key * c->dk,
+                        s->mix + v + h * c->dv, w->conv_in.rows};
+}
+
+// The rule in plain loops: strip i of S, over all tokens of the chunk. A state space does not ask.
+static __attribute__((unused)) void plain_memory(Session *s, const Layer *w, size_t i) {
+    const Config *c = &s->m->config;
+    int strips = delta_strips(c), h = i / strips, first = i % strips * DELTA_ROWS, dk = c->dk;
+    bool asks = w->mixer == MIX_DELTA;
+    HeadInputs in = head_inputs(s, w, h);
+    for (int t = 0; t < s->n; t++, in.q += in.step, in.k += in.step, in.v += in.step) {
+        size_t head = (size_t)t * c->n_value + h;
+        const float *g = c->kda ? s->decay + head * dk : s->decay + head;
+        for (int r = first; r < c->dv && r < first + DELTA_ROWS; r++) {
+            float *S = s->cache[s->l].state + i * dk * DELTA_ROWS + r - first;   // row r
+            float stored = 0, out = asks ? 0 : in.v[r] * w->skip[h];
+            for (int j = 0; j < dk; j++) S[j * DELTA_ROWS] *= g[c->kda ? j : 0];
+            for (int j = 0; asks && j < dk; j++) stored += S[j * DELTA_ROWS] * in.k[j];
+            float write = (in.v[r] - stored) * s->strength[head];
+            for (int j = 0; j < dk; j++) S[j * DELTA_ROWS] += write * in.k[j];
+            for (int j = 0; j < dk; j++) out += S[j * DELTA_ROWS] * in.q[j];
+            s->att[head * c->dv + r] = out;
+        }
+    }
+}
+
+static RowFn memory_strip;   // plain_memory, or Part V's faster one
+
 // norm(o) * silu(z), in KDA norm(o) * sigmoid(z), in a state space norm(o * silu(z))
 static void delta_out_row(Session *s, const void *arg, size_t i) {
     const Config *c = &s->m->config;
@@ -3370,84 +3402,18 @@ static void delta_out_row(Session *s, const void *arg, size_t i) {
     for (int j = 0; c->kda && j < n; j++) o[j] /= 1 + exp_fast(-z[j]);
 }
 
-// Rows of one block of S, side by side in the lanes of V vectors, over all tokens of the chunk:
-// prefill and decode are one recurrence, and these rows stay in L1. A token needs S three times: to
-// ask what is stored under its key (S k), to write, and to read for its query (S q). One pass over
-// the columns of S does it all, for token t and what the next one asks. Of one row, with its v:
-//
-//   write = (v - g asked) b          asked = ask, of the token before; of the first one S k
-//   for each j:   S[j] = g S[j] + write k[j]    out += S[j] q[j]    ask += S[j] k_next[j]
-//
-// (That S has yet to decay for the next token is one factor, applied to `asked`; in KDA, by_column,
-// one for each column, applied to k_next.) A token costs 4 dk dv multiply-adds, 65,536 for 128 x
-// 128. The chunked (WY) form takes 70,000 with chunks of 64, and a triangular inverse. A state
-// space does not ask.
-INLINE void memory_block(Session *s, const Layer *w, size_t block, bool asks, bool by_column) {
-    enum { V = 4 };
-    const Config *c = &s->m->config;
-    int blocks = delta_blocks(c), h = block / blocks, r = block % blocks * DELTA_ROWS, dk = c->dk;
-    int keys = c->n_key * dk, values = c->n_value * c->dv;   // floats of all heads
-    int key = c->key_tiled ? h % c->n_key : h / (c->n_value / c->n_key);   // the key head
-    int each = by_column ? dk : 1;   // decays of a head
-    size_t step = w->conv_in.rows;   // from a token's row of s->mix to the next one's
-    size_t q_at = 0, k_at = keys, v_at = 2 * keys;           // such a row is q | k | v
-    if (!asks) {
-        v_at = 0;
-        k_at = values;
-        q_at = values + keys;   // in a state space v | k | q
-    }
-    float *state = s->cache[s->l].state + block * dk * DELTA_ROWS;
-    for (int end = r + DELTA_ROWS; r < c->dv && r < end; r += V * LANES, state += V * LANES) {
-        size_t bytes = (c->dv - r < V * LANES ? c->dv - r : V * LANES) * sizeof(float);
-        const float *q = s->mix + q_at + key * dk, *k = s->mix + k_at + key * dk;
-        const float *value = s->mix + v_at + h * c->dv + r;
-        const float *g = s->decay + (size_t)h * each;
-        vf asked[V] = {{0}};
-        for (int j = 0; asks && j < dk; j++)
-            UNROLL for (int v = 0; v < V; v++)
-                asked[v] += load_f32(state + j * DELTA_ROWS + v * LANES) *
-                            (by_column ? k[j] * g[j] : k[j]);
-        for (int i = 0; i < s->n; i++, q += step, k += step, value += step) {
-            const float *next = i + 1 < s->n ? k + step : k;
-            const float *next_g = i + 1 < s->n ? g + (size_t)c->n_value * each : g;
-            size_t at = (size_t)i * c->n_value + h;
-            vf write[V] = {{0}}, out[V] = {{0}}, ask[V] = {{0}};
-            prefetch_l1(q + 2 * step, dk * sizeof *q);
-            prefetch_l1(k + 2 * step, dk * sizeof *k);
-            memcpy(write, value, bytes);
-            UNROLL for (int v = 0; v < V; v++) {
-                if (!asks) out[v] = write[v] * w->skip[h];
-                write[v] = (write[v] - (by_column ? asked[v] : asked[v] * *g)) * s->write_gate[at];
-            }
-            for (int j = 0; j < dk; j++)
-                UNROLL for (int v = 0; v < V; v++) {
-                    float *place = state + j * DELTA_ROWS + v * LANES;
-                    vf row = load_f32(place) * g[by_column ? j : 0] + write[v] * k[j];
-                    store(place, row);
-                    out[v] += row * q[j];
-                    if (asks) ask[v] += row * (by_column ? next[j] * next_g[j] : next[j]);
-                }
-            g = next_g;
-            memcpy(asked, ask, sizeof ask);
-            memcpy(s->att + at * c->dv + r, out, bytes);
-        }
-    }
-}
-
-static void delta_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, true, false); }
-static void space_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, false, 0); }
-static void kda_block(Session *s, const void *w, size_t i) { memory_block(s, w, i, true, true); }
-
 // ---- 19. the state space (Mamba-2, arXiv 2405.21060) ----
 //
 // The same memory, written without asking. A head writes its value x under the key b as strongly
-// as t says, which also says how much decays; c reads, and x itself is added:
+// as t says; t also sets how much decays. Then c reads, and x itself is added:
 //
 //   S *= exp(a t)        S += t x b'        y = S c + skip x
 //
-// One projection has z and x [n_value][dv], b and c [n_key][dk], and dt [n_value]. x, b and c pass
-// the convolution. Heads share b and c in groups, whose outputs are normed together.
+// One projection makes z and x [n_value][dv], b and c [n_key][dk], and dt [n_value]. x, b and c
+// pass the convolution. Heads share b and c in groups, and the outputs of a group are normed
+// together.
 
+// Loads them. In: the rows of x, b and c together, and those of x.
 static void load_space(Loader *ld, Layer *w, int xbc, int values) {
     const Config *c = &ld->m->config;
     load_fused(ld, "ssm_in", c->dim, 1, (Slice[]){{"!", values, &w->z}, {"!", xbc, &w->conv_in},
@@ -3457,13 +3423,10 @@ static void load_space(Loader *ld, Layer *w, int xbc, int values) {
     if (w->delta_norm.w && !w->delta_norm.group) refuse(ld, "layer %d: ssm_norm's shape", ld->l);
 }
 
-// ---- 20. the short convolution (LFM2, arXiv 2511.23404) ----
-//
-// The convolution alone remembers, its last few inputs: out = W (c * conv(b * u)), with gates b and
-// c, and u [dim], of one projection.
+// ---- 20. layers with a recurrent mixer ----
 
-// What all recurrent mixers share: load_recurrent finds the layer's, and returns whether there is
-// attention, instead or as well; recurrent runs it.
+// Finds out which mixer the layer has, and loads it. Returns whether the layer has attention, in
+// place of a mixer or beside it.
 static bool load_recurrent(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int keys = c->n_key * c->dk, values = c->n_value * c->dv, qkv = 2 * keys + values;
@@ -3502,9 +3465,9 @@ static bool load_recurrent(Loader *ld, Layer *w) {
                                      find_tensor(ld, "attn_qkv", ".weight"));
 }
 
-// The products of a recurrent mixer: what passes the convolution, to mix; gates z; decays; how
-// strongly it writes. Decays and gates of KDA may be two products each: the first of them goes to
-// s->att, which is free until there is a result.
+// Makes the inputs of a recurrent mixer: what passes the convolution (to mix), gates z, decays, and
+// how strongly it writes. KDA's decays and gates may be two products each, of which the first goes
+// to s->att, because that is free until there is a result.
 static void recurrent_products(Session *s, const Layer *w, float *mix) {
     int n = s->n, k = 0;
     bool both = w->beta_alpha.data, two = w->alpha_a.data, z_two = w->z_a.data;
@@ -3524,7 +3487,7 @@ static void recurrent_products(Session *s, const Layer *w, float *mix) {
     else if (w->mixer == MIX_CONV) in[k++] = (Matmul){&w->alpha, s->normed, s->att, n};   // a gate
     else in[k++] = (Matmul){&w->alpha, s->normed, s->decay, n};
 
-    if (w->beta.data) in[k++] = (Matmul){&w->beta, s->normed, s->write_gate, n};
+    if (w->beta.data) in[k++] = (Matmul){&w->beta, s->normed, s->strength, n};
     matmul(s->pool, &s->op_scratch, in, k);
     if (two) product(s, &w->alpha, alpha_a, s->decay);
     if (z_two) product(s, &w->z, z_a, s->z);
@@ -3533,14 +3496,12 @@ static void recurrent_products(Session *s, const Layer *w, float *mix) {
 static void recurrent(Session *s) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
-    int n = s->n, conv_blocks = (w->conv_in.rows + CONV_BLOCK - 1) / CONV_BLOCK;
+    int n = s->n, calls = (w->conv_in.rows + CONV_CHANNELS - 1) / CONV_CHANNELS;
     recurrent_products(s, w, s->mix + (c->conv - 1) * w->conv_in.rows);   // behind what was before
-    each_row(s, delta_conv, w, conv_blocks);
+    each_row(s, delta_conv, w, calls);
     if (w->mixer != MIX_CONV) {
-        RowFn *rule = w->mixer == MIX_DELTA ? delta_block : space_block;
-        if (c->kda) rule = kda_block;
         each_row(s, delta_gates_row, w, n);
-        each_row(s, rule, w, c->n_value * delta_blocks(c));
+        each_row(s, memory_strip, w, c->n_value * delta_strips(c));
         each_row(s, delta_out_row, w, n);
     }
     product(s, &w->delta_out, s->att, s->out);
@@ -3548,18 +3509,18 @@ static void recurrent(Session *s) {
 
 // ---- 21. latent attention (arXiv 2405.04434) ----
 //
-// What is cached of a token are two vectors that all heads share: c, from which each head could
-// make its key and its value, and r, a key with RoPE. A head need not make them: what its matrix
-// Kb [lora][nope] would do to each c is done to its query once, and what Vb [vd][lora] would do, to
-// the sum of the c's. So this is attention with one KV head, whose values are the first `lora`
-// numbers of its keys:
+// The cache holds two vectors of a token, which all heads share: c, from which each head could make
+// its key and its value, and r, a key with RoPE. But a head does not make them. It applies its
+// matrix Kb [lora][nope] once to its query, not to each c, and Vb [vd][lora] once to the sum of the
+// c's. So this is attention with one KV head, whose values are the first `lora` numbers of its
+// keys:
 //
 //   c | r = A h                      of each token; the cache has its row, norm(c) | rope(r)
 //   q = Qb norm(Qa h), or Q h        of each head; its parts are nope | rotated
 //   query = Kb nope | rope(rotated)
 //   o = Vb (the sum of the norm(c)'s, weighed by softmax(scale * query . row))
 
-// Kb of all heads, which a file may hold as rows that make keys: turned, in memory of its own
+// Returns Kb of all heads, transposed from the rows that make keys in some files.
 static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
     size_t lora = w->cols, size = lora * nope;
     uint16_t *to = ld->ok ? keep_memory(ld, (uint64_t)n_head * size * sizeof *to) : NULL;
@@ -3573,8 +3534,8 @@ static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
     return (Matrix){(uint8_t *)to, QUANT_F16, lora, nope, NULL, NULL, 2 * size, 0, 0};
 }
 
-// A head's widths are those of the queries and values that it stands for, and so is the scale.
-// RoPE scaling sharpens the scores, too. Such files give a tenth of yarn_log.
+// Sets the widths of the queries and values that a head stands for; the scale follows from them.
+// RoPE scaling sharpens the scores, too. Files give a tenth of yarn_log.
 static void derive_latent(Config *c, uint64_t flags) {
     bool swapped = c->hd != c->lora + c->n_rot && c->latent_hd == c->lora + c->n_rot;   // by Ollama
     if (!c->latent_hd || swapped) c->latent_hd = c->hd;
@@ -3588,6 +3549,7 @@ static void derive_latent(Config *c, uint64_t flags) {
     c->yarn_log = by_log ? 1 : 10 * c->yarn_log;   // 1: rope_scaling returns rope_mag
 }
 
+// Loads latent attention. Out: the layer's one KV head, of widths lora + n_rot and lora.
 static void load_latent(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     int n = w->n_head, hd = c->latent_hd, vd = c->latent_vd, nope = hd - w->n_rot;
@@ -3627,7 +3589,7 @@ static void latent_query_row(Session *s, const void *arg, size_t i) {   // norm(
     norm(s->z + i * w->n, s->z + i * w->n, w->n, w, NORM_RMS, s->m->config.eps);
 }
 
-// norms and rotates a token's row, and caches it; rotates the last n_rot numbers of its queries
+// Norms and rotates a token's row, and caches it. Rotates the last n_rot numbers of its queries.
 static void latent_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
     const Config *c = &s->m->config;
@@ -3688,8 +3650,7 @@ static void latent_attention(Session *s) {
 }
 
 // Tokens look at each other by latent attention, by a memory of fixed size, or by attention and a
-// memory: these read the same input, and s->out has room for one result, so attention's is added
-// here.
+// memory side by side. s->out has room for one result only, so attention's is added here.
 static void mix_tokens(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     if (w->k_b.data) latent_attention(s);
@@ -3698,20 +3659,19 @@ static void mix_tokens(Session *s) {
     if (w->mixer) recurrent(s);
 }
 
-// ---- 22. shared caches, an input for each layer (Gemma 4) ----
+// ---- 22. borrowed caches, an input for each layer (Gemma 4) ----
 //
-// The last layers have no keys and values: they read the cache of the last layer before them of
-// their kind, windowed or not. And each layer gets p numbers of its own for each token, from a
-// second, large table of embeddings T and from the first embedding x, and adds them by way of a
-// gate at its end:
+// The last layers have no keys and values: each reads the cache of the last layer before them that
+// is of its kind, windowed or not. And each layer has p numbers of its own for each token, made of
+// a second, large table of embeddings T and of the first embedding x. A gate adds them at its end:
 //
 //   e_l = (norm(P x / sqrt(dim))_l + sqrt(p) T[id]_l) / sqrt(2)
 //   x += norm(Proj (act(Gate x) * e_l))
 
-static bool load_shared(Loader *ld, Layer *w) {   // sets w->source; does the layer share a cache?
+static bool load_source(Loader *ld, Layer *w) {   // sets w->source; does the layer borrow a cache?
     const Config *c = &ld->m->config;
-    int n_shared = ld->hints.n_shared;
-    int n_cached = larger(larger(c->n_layer, n_shared) - n_shared, 1);
+    int n_borrow = ld->hints.n_borrow;
+    int n_cached = larger(larger(c->n_layer, n_borrow) - n_borrow, 1);
     if (ld->l < n_cached || w->mixer) return false;
     const Layer *all = ld->m->layers, *from = &all[n_cached - 1];
     while (from > all && !from->window != !w->window) from--;
@@ -3774,10 +3734,10 @@ static void add_layer_input(Session *s) {
 
 // ---- 23. memory ----
 
-// An arena hands out pieces of one block of memory. A plan takes buffers from it, and runs twice:
-// on an arena without a block (base NULL) it only counts, then it places the buffers in a block of
-// that size. Setting `used` back lets buffers that never live together share bytes; `peak` is the
-// most in use.
+// An arena hands out buffers from one stretch of memory. A plan takes them, and runs twice: on an
+// arena without memory (base NULL) it only counts bytes, then it places the buffers in as much
+// memory. Where a plan sets `used` back, buffers that never live together share bytes; `peak` is
+// the most in use.
 static void *arena_take(Arena *a, uint64_t count, uint64_t size) {
     uint64_t at = a->used;
     a->used += (count * size + 63) / 64 * 64;
@@ -3786,11 +3746,10 @@ static void *arena_take(Arena *a, uint64_t count, uint64_t size) {
     return a->base ? a->base + at : NULL;
 }
 
-// floats that a token takes at most
-typedef struct { uint64_t q, k, v, att, mix, z, ff, latent; } Widths;
+// the most floats that a token takes in each buffer
+typedef struct { uint64_t q, k, v, att, mix, z, ff, squeezed; } Widths;
 
-// Widens `most`, floats of a token, so that layer w fits.
-static void widen(Widths *most, const Config *c, const Layer *w) {
+static void widen(Widths *most, const Config *c, const Layer *w) {   // so that layer w fits
     size_t heads = (size_t)w->n_head * w->hd;
     size_t gates = (size_t)w->q.rows > heads ? heads : 0;   // in q
     most->q = larger(most->q, heads);
@@ -3799,7 +3758,7 @@ static void widen(Widths *most, const Config *c, const Layer *w) {
     most->att = larger(most->att, (size_t)w->n_head * w->vd);
     most->ff = larger(most->ff, larger(w->ff, w->shared_up.rows));
     most->ff = larger(most->ff, c->per_layer);
-    most->latent = larger(most->latent, w->latent_down.rows);
+    most->squeezed = larger(most->squeezed, w->squeeze.rows);
     // gates of attention; latent attention: inputs of q, of k_b and of o
     most->mix = larger(most->mix, 2 * gates);
     if (w->k_b.data) most->mix = larger(most->mix, larger(w->q.rows, w->o.cols));
@@ -3809,30 +3768,7 @@ static void widen(Widths *most, const Config *c, const Layer *w) {
     most->att = larger(most->att, larger(w->z.rows, w->alpha_a.rows + w->z_a.rows));
 }
 
-static void plan_mixers(Session *s, Arena *a, const Widths *most) {
-    const Config *c = &s->m->config;
-    uint64_t n = s->o.chunk, f = sizeof(float);
-    s->mix = arena_take(a, (n + c->conv) * most->mix, f);
-    s->z = arena_take(a, n * most->z, f);
-    s->beta_alpha = arena_take(a, n * 2 * c->n_value, f);
-    s->decay = arena_take(a, n * c->n_value * larger(c->kda, 1), f);
-    s->write_gate = arena_take(a, n * c->n_value, f);
-}
-
-static void plan_experts(Session *s, Arena *a, const Widths *most) {
-    const Config *c = &s->m->config;
-    uint64_t n = s->o.chunk, rows = larger(n, c->n_used), f = sizeof(float);
-    uint64_t wide = c->n_expert ? larger(c->dim, most->latent) : 0;   // of an expert's input
-    s->gathered = arena_take(a, rows * wide, f);
-    s->expert_out = arena_take(a, rows * wide, f);
-    s->latent = arena_take(a, n * most->latent, f);
-    s->latent_sum = arena_take(a, n * most->latent, f);
-    s->chosen = arena_take(a, n * c->n_used, sizeof *s->chosen);
-    s->order = arena_take(a, n * c->n_used, sizeof *s->order);
-    s->weight = arena_take(a, n * c->n_used, f);
-}
-
-// Recurrent layers lie together, so that a snapshot is one copy.
+// The states of recurrent layers lie side by side, so that a snapshot is one copy.
 static void plan_states(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     uint64_t start = a->used, f = sizeof(float);
@@ -3854,8 +3790,8 @@ static void copy_states(Session *s, float *to, const float *from) {
     if (bytes && !gpu_copy(s, to, from, bytes)) memcpy(to, from, bytes);
 }
 
-// The most scratch that matmul and attention take, by a dry run: with an arena that only counts,
-// forward touches no data. A few tokens and a chunk take different ways.
+// Returns the most scratch that matmul and attention take, by a dry run: if the arena only counts,
+// forward touches no data. It runs twice, because a few tokens and a chunk take different ways.
 static uint64_t count_op_scratch(Session *s) {
     int counts[] = {s->o.chunk < FEW ? s->o.chunk : FEW, s->o.chunk};
     s->op_scratch = (Arena){0};
@@ -3867,8 +3803,8 @@ static uint64_t count_op_scratch(Session *s) {
     return s->op_scratch.peak;
 }
 
-// Every buffer that forward uses, for the widest layer. Those of attention (or another mixer), of
-// the FFN (or experts), and of the logits never live together: they share bytes.
+// Takes every buffer that forward uses, as wide as the widest layer needs. Buffers of attention (or
+// another mixer), of the FFN (or experts), and of the logits never live together: they share bytes.
 static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     int n_rot[] = {[FULL] = c->n_rot, [WINDOWED] = c->n_rot_local};
@@ -3888,28 +3824,37 @@ static void plan_scratch(Session *s, Arena *a) {
     s->index = arena_take(a, s->n_index, sizeof *s->index);
     // SmallThinker routes before attention
     s->route = arena_take(a, n * larger(c->n_expert, 1), f);
-    uint64_t shared = a->used;   // 1: attention
+    uint64_t start = a->used;   // 1: attention or another mixer
     s->q = arena_take(a, n * most.q, f);
     s->k = arena_take(a, n * most.k, f);
     s->v = arena_take(a, n * most.v, f);
     s->att = arena_take(a, n * most.att, f);
-    plan_mixers(s, a, &most);
-    a->used = shared;            // 2: the FFN
-    uint64_t rows = larger(n, c->n_used);
+    s->mix = arena_take(a, (n + c->conv) * most.mix, f);
+    s->z = arena_take(a, n * most.z, f);
+    s->beta_alpha = arena_take(a, n * 2 * c->n_value, f);
+    s->decay = arena_take(a, n * c->n_value * larger(c->kda, 1), f);
+    s->strength = arena_take(a, n * c->n_value, f);
+    a->used = start;            // 2: the FFN or experts
+    uint64_t rows = larger(n, c->n_used), wide = c->n_expert ? larger(c->dim, most.squeezed) : 0;
     s->gate = arena_take(a, rows * most.ff, f);
     s->up = arena_take(a, rows * most.ff, f);
-    plan_experts(s, a, &most);
-    a->used = shared;            // 3: logits
+    s->gathered = arena_take(a, rows * wide, f);
+    s->expert_out = arena_take(a, rows * wide, f);
+    s->squeezed = arena_take(a, n * most.squeezed, f);
+    s->squeezed_sum = arena_take(a, n * most.squeezed, f);
+    s->chosen = arena_take(a, n * c->n_used, sizeof *s->chosen);
+    s->order = arena_take(a, n * c->n_used, sizeof *s->order);
+    s->weight = arena_take(a, n * c->n_used, f);
+    a->used = start;            // 3: logits
     s->logits = arena_take(a, (uint64_t)LOGIT_ROWS * c->n_vocab, f);
     s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
     s->penalized = arena_take(a, c->n_vocab, sizeof *s->penalized);
 }
 
-// Runs a plan to learn the size, and again to place the buffers: in whole pages (what a GPU can
-// share), which the system hands out zeroed when they are first touched. what: the buffers, and
-// what to try if there is no memory for them.
-static bool place_plan(Session *s, void (*plan)(Session *, Arena *), Map *map, const char *what,
-                       Error *e) {
+// Runs a plan to learn the size, and again to place the buffers: in whole pages, which a GPU can
+// share and which the system zeroes when they are first touched. what: names the buffers, and what
+// to try if there is no memory for them.
+static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e) {
     Arena a = {0};
     plan(s, &a);
     uint64_t size = larger(a.peak, 1);
@@ -6134,15 +6079,15 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 // prefill all become sums of bf16 with AMX, and floats without dot_bytes.) The number of threads
 // never changes a sum.
 //
-// Out go functions behind Part I's prototypes, above all matmul and attention. In come the vectors
-// of section 17.
+// Out go functions behind Part I's prototypes, above all matmul and attention.
 //
 //   26 the machine     CPUs, clock, terminal, e^x, prefetching
 //   27 threads         the pool; with LLM_PLAIN, Part I's plain loops in place of sections 28 to 37
 //   28 vectors         the few words in which CPUs differ          29 products of a few tokens
 //   30 tiles           products of many tokens: the idea, and an example
 //   31 the float tile  32 the int8 tile    33 matmul, which cuts products into tasks
-//   34 attention       35 of many queries  36 of a few queries, with an example
+//   34 attention       35 of many queries  36 of a few queries, with an example, and
+//                      the memory of recurrent mixers
 //   37 AMX             one more tile, and one more attention, for the CPUs that have it
 //   38 the GPU         metal.c, or functions that say that there is none
 //   39 candidates      the sampler's sorting   40 guesses         several tokens in one pass
@@ -6274,6 +6219,9 @@ enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes: the fastest on a Xeon
 #else
 enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // the fastest on a Zen 4
 #endif
+INLINE void prefetch_l1(const void *p, int bytes) {   // harmless on unmapped addresses
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
+}
 INLINE void prefetch_l2(const void *p, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
 }
@@ -6470,7 +6418,9 @@ static void attention(UNUSED Pool *p, Arena *a, const Attention *x) {
 static void narrow(const float *x, int n, uint16_t *to) {
     for (int i = 0; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
 }
-#else   // LLM_PLAIN leaves out sections 28 to 37, some 1,500 lines
+
+static void memory_strip(Session *s, const void *w, size_t i) { plain_memory(s, w, i); }
+#else   // LLM_PLAIN leaves out sections 28 to 37, some 1,600 lines
 
 // ---- 28. vectors ----
 //
@@ -6489,6 +6439,28 @@ static void narrow(const float *x, int n, uint16_t *to) {
 //   evens, odds give both lanes of a pair its first or its second number
 //   pair_sums   the sums of a's pairs, then of b's
 // INT8_TILE: products of bytes are faster than products of floats for many tokens, too.
+
+#define UNROLL QUANT_UNROLL
+#ifdef __clang__
+#pragma clang diagnostic ignored "-Wpass-failed"   // where a count is not constant it stays a loop
+#endif
+#if defined(QUANT_AVX512) && defined(__AVX512VNNI__)
+#define SIMD_VNNI
+enum { LANES = 16 };
+#elif defined(QUANT_X86) && defined(__FMA__)
+#define SIMD_AVX2
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
+typedef float vf __attribute__((vector_size(4 * LANES)));
+
+INLINE vf load_f32(const void *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
 
 #define BY_LANES(at_16, at_8, at_4) (LANES == 16 ? (at_16) : LANES == 8 ? (at_8) : (at_4))
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
@@ -7764,6 +7736,69 @@ static void attention(Pool *p, Arena *arena, const Attention *a) {
     if (a->n <= FEW) attend_few(p, arena, a);
     else attend_many(p, arena, a);
     arena->used = mark;
+}
+
+// ---- the memory of recurrent mixers: what plain_memory computes, fast ----
+//
+// Prefill and decode are one recurrence. V vectors hold rows of a strip side by side in their
+// lanes, over all tokens of the chunk, and these rows stay in L1. A token needs S three times: to
+// ask for the value under its key (S k), to write, and to read for its query (S q). One pass over
+// the columns of S does all three, where token t asks for the next token. For one row, with its v:
+//
+//   write = (v - g asked) b          asked = ask of the token before; for the first token S k
+//   for each j:   S[j] = g S[j] + write k[j]    out += S[j] q[j]    ask += S[j] k_next[j]
+//
+// S has yet to decay for the next token, so `asked` is multiplied by g; in KDA (by_column), where g
+// is a vector, k_next is. A token costs 4 dk dv multiply-adds, 65,536 for 128 x 128. The chunked
+// (WY) form takes 70,000 with chunks of 64, and a triangular inverse.
+INLINE void fast_memory(Session *s, const Layer *w, size_t strip, bool asks, bool by_column) {
+    enum { V = 4 };
+    const Config *c = &s->m->config;
+    int strips = delta_strips(c), h = strip / strips, r = strip % strips * DELTA_ROWS, dk = c->dk;
+    int each = by_column ? dk : 1;   // decays of a head
+    HeadInputs in = head_inputs(s, w, h);
+    size_t step = in.step;
+    float *state = s->cache[s->l].state + strip * dk * DELTA_ROWS;
+    for (int end = r + DELTA_ROWS; r < c->dv && r < end; r += V * LANES, state += V * LANES) {
+        size_t bytes = (c->dv - r < V * LANES ? c->dv - r : V * LANES) * sizeof(float);
+        const float *q = in.q, *k = in.k, *value = in.v + r;
+        const float *g = s->decay + (size_t)h * each;
+        vf asked[V] = {{0}};
+        for (int j = 0; asks && j < dk; j++)
+            UNROLL for (int v = 0; v < V; v++)
+                asked[v] += load_f32(state + j * DELTA_ROWS + v * LANES) *
+                            (by_column ? k[j] * g[j] : k[j]);
+        for (int i = 0; i < s->n; i++, q += step, k += step, value += step) {
+            const float *next = i + 1 < s->n ? k + step : k;
+            const float *next_g = i + 1 < s->n ? g + (size_t)c->n_value * each : g;
+            size_t at = (size_t)i * c->n_value + h;
+            vf write[V] = {{0}}, out[V] = {{0}}, ask[V] = {{0}};
+            prefetch_l1(q + 2 * step, dk * sizeof *q);
+            prefetch_l1(k + 2 * step, dk * sizeof *k);
+            memcpy(write, value, bytes);
+            UNROLL for (int v = 0; v < V; v++) {
+                if (!asks) out[v] = write[v] * w->skip[h];
+                write[v] = (write[v] - (by_column ? asked[v] : asked[v] * *g)) * s->strength[at];
+            }
+            for (int j = 0; j < dk; j++)
+                UNROLL for (int v = 0; v < V; v++) {
+                    float *place = state + j * DELTA_ROWS + v * LANES;
+                    vf row = load_f32(place) * g[by_column ? j : 0] + write[v] * k[j];
+                    store(place, row);
+                    out[v] += row * q[j];
+                    if (asks) ask[v] += row * (by_column ? next[j] * next_g[j] : next[j]);
+                }
+            g = next_g;
+            memcpy(asked, ask, sizeof ask);
+            memcpy(s->att + at * c->dv + r, out, bytes);
+        }
+    }
+}
+
+static void memory_strip(Session *s, const void *w, size_t i) {   // one copy for each kind
+    if (((const Layer *)w)->mixer == MIX_SPACE) fast_memory(s, w, i, false, false);
+    else if (s->m->config.kda) fast_memory(s, w, i, true, true);
+    else fast_memory(s, w, i, true, false);
 }
 
 // ---- 37. AMX ----
@@ -9328,6 +9363,7 @@ static bool print_info(Cli *cli) {
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
     static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU",
                                        "ReLU", "xIELU"};
+    _Static_assert(COUNT(act) == ACT_COUNT, "each activation has a name");
     static const char *const rope[] = {"RoPE on halves", "RoPE on neighbours", "no RoPE"};
     static const char *const kinds[] = {
         "attention", "attention in a window", "latent attention",

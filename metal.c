@@ -1361,8 +1361,8 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     const Config *c = &s->m->config;
     const Matrix *routers[2] = {&w->router, &w->shared_router};
     float *to[2] = {s->route, s->gathered};
-    struct choose_args a = {c->n_expert, w->n_used, c->gating == GATING_SIGMOID, c->gates_normed,
-                            c->n_group, c->n_group_used, c->gates_scale};
+    struct choose_args a = {c->n_expert, w->n_used, c->gating == GATING_SIGMOID, c->weights_normed,
+                            c->n_group, c->n_group_used, c->weights_scale};
     Input x = in;   // first the router's, then the experts'
     int first = c->routed_first, end = w->shared_router.data ? 2 : 1, from = EXPERTS_GATHER;
     if (w->router_norm.w) x = run_input(s, s->x, &w->router_norm, s->gathered, n);
@@ -1381,9 +1381,9 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
                    SORT_THREADS, larger(c->n_expert, SORT_THREADS), {0});
     }
     if (w->expert_norm.w) x = run_input(s, s->x, &w->expert_norm, s->gathered, n);
-    if (w->latent_down.data) {
-        run_product(s, &w->latent_down, x, s->latent, n, STORE);
-        x = (Input){s->latent, NULL};
+    if (w->squeeze.data) {
+        run_product(s, &w->squeeze, x, s->squeezed, n, STORE);
+        x = (Input){s->squeezed, NULL};
     }
     if (c->inputs_weighed) {   // each choice has an input of its own
         struct weigh_inputs_args b = {w->up.cols, w->n_used, !few};
@@ -1413,15 +1413,15 @@ static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, fl
                {[C_EPILOGUE] = e.kind});
 }
 
-// The same, where other steps may follow: if the sum is latent, it is multiplied by latent_up, and
+// The same, where other steps may follow: unsqueeze widens the sum of squeezed experts, and
 // the shared expert is added; if both results are normed (Gemma 4), each has a product and a norm.
 static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogue e) {
     const Matrix none = {0}, *shared = &w->shared_down;
     Input up = {s->up, NULL};   // of the shared expert
     Epilogue add = {.kind = EPILOGUE_ADD, .other = y, .factor = e.factor};
-    if (w->latent_up.data) {
-        run_experts_sum(s, w, &none, s->latent_sum, n, STORE);
-        run_product(s, &w->latent_up, (Input){s->latent_sum, NULL}, y, n, e);
+    if (w->unsqueeze.data) {
+        run_experts_sum(s, w, &none, s->squeezed_sum, n, STORE);
+        run_product(s, &w->unsqueeze, (Input){s->squeezed_sum, NULL}, y, n, e);
         if (shared->data) run_product(s, shared, up, y, n, add);
     } else if (w->expert_post.w) {
         run_experts_sum(s, w, &none, y, n, STORE);
@@ -1444,7 +1444,7 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     int channels = w->conv_in.rows, past = c->conv - 1;
     float *mix = s->mix + (size_t)past * channels, *z_in = s->att + n * w->alpha_a.rows;
     const Matrix *m[4] = {&w->conv_in, &w->z, &w->alpha, &w->beta};
-    float *to[4] = {mix, s->z, gated ? s->att : s->decay, s->write_gate};
+    float *to[4] = {mix, s->z, gated ? s->att : s->decay, s->strength};
     if (z_two) m[1] = &w->z_a, to[1] = z_in;
     if (fused) m[2] = &w->beta_alpha, to[2] = s->beta_alpha;
     else if (two) m[2] = &w->alpha_a, to[2] = s->att;
@@ -1465,7 +1465,7 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     if (gated) return g->conv;
     int share = c->n_value / c->n_key, block = is_few(s, n) ? 1 : BLOCK_MAX;
     const float *alpha = fused ? s->beta_alpha + share : s->decay;
-    const float *beta = fused ? s->beta_alpha : s->write_gate;
+    const float *beta = fused ? s->beta_alpha : s->strength;
     struct delta_args b = {n, c->n_key, c->n_value, c->dv, c->key_tiled,
                            fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps,
                            c->kda_lower};
