@@ -44,7 +44,7 @@
 //
 // Only Part VI calls exit or prints; but loading onto a GPU shows its progress on a terminal, and a
 // GPU that cannot be used or fails says so on stderr. A call takes less than 512 KB of stack.
-#define _GNU_SOURCE   // Linux: sched_getaffinity, memmem, strcasestr
+#define _GNU_SOURCE   // Linux: memmem (GGUF, templates), strcasestr (tokenizer), sched_getaffinity
 #define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32 bits
 #include <assert.h>
 #include <float.h>
@@ -3934,27 +3934,27 @@ static bool rows_resident(const Session *s, int p) {
 // ==== Part IV: text =============================================================================
 //
 //   a conversation   user "Hi"
-//       template_render: the template, a program in the file, writes a conversation as one text;
-//       bytes that the model did not write are marked (section 25)
+//       template_render runs the template, a program in the file, which writes the conversation as
+//       one text, and marks the bytes that the model did not write (section 25)
 //   text             "user: Hi\n"
-//       tokenize: cuts it into tokens, texts that the file's vocabulary has, and gives their ids,
-//       which are indices; in marked bytes it finds no control tokens (section 24)
+//       tokenize cuts the text into tokens, which are texts of the file's vocabulary, and returns
+//       their ids, which are indices; it finds no control token in marked bytes (section 24)
 //   ids              488 271 25 402 72 198
 //       session_eval and session_sample draw one id after the other (Part I)
 //   an id            488
-//       detokenize: the text of its token, "us" (section 24)
+//       detokenize returns the text of its token, "us" (section 24)
 //
-// Of section 24 read BPE first, which most models have: the rules, word_join, fragment_tokenize,
-// text_tokenize, tokenize; of section 25 GRAMMAR and eval.
+// Most models have BPE, so read that first in section 24: the rules, word_join, fragment_tokenize,
+// text_tokenize, tokenize. In section 25 read GRAMMAR and eval first.
 
 #include <ctype.h>             // what the Parts before do not need
 #include <setjmp.h>
 
 // ---- 24. tokenizer ----
 //
-// Text becomes ids in four steps: special tokens are cut out; rules split the rest into words; a
-// word is spelled as the vocabulary does; its parts join, two neighbours at a time, for as long as
-// the vocabulary knows their union. llama.cpp is the measure, to the last id.
+// Text becomes ids in four steps. Special tokens are cut out. Rules split the rest into words. Each
+// word is spelled as the vocabulary spells it. Its parts join, two neighbours at a time, as long as
+// the vocabulary knows the union. The ids must be llama.cpp's, to the last one.
 //
 //                         words            spelling                          what joins first
 //   SentencePiece, llama  the whole text   a space is U+2581                 highest score
@@ -3964,7 +3964,8 @@ static bool rows_resident(const Session *s, int p) {
 //   unigram, t5           the whole text   as the file's table says         (highest sum of scores)
 
 // UTF-8 and Unicode, from the appendix. utf8_decode reads a bad byte as UTF8_BAD, but lets overlong
-// forms and surrogates pass; utf8_valid rejects them all. unicode_fold is 0 of what BERT drops.
+// forms and surrogates pass; utf8_valid rejects all three. unicode_fold returns 0 for a character
+// that BERT drops.
 enum { UTF8_BAD = 0xFFFD };
 #define CLASS(letter) (1ull << ((letter) & 63))
 static size_t utf8_length(char first);
@@ -3974,18 +3975,18 @@ static bool utf8_valid(uint32_t c, size_t used);
 static uint64_t unicode_classes(uint32_t c);   // a bit for each letter of the rules below
 static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents);
 
-// Byte-level BPE spells a byte that prints as itself, the other 68 as U+0100 to U+0143.
+// Byte-level BPE spells a printable byte as itself and the other 68 as U+0100 to U+0143.
 static uint32_t byte_to_char(uint8_t b) {
     if (b <= ' ') return b + 0x100;                   // 0x00 to 0x20: U+0100 to U+0120
     if (b >= 0x7F && b <= 0xA0) return b + 0xA2;      // U+0121 to U+0142
     return b == 0xAD ? 0x143 : b;
 }
 
-// bytes of a text at most; to tokenize one takes 200 times as many
+// a text has at most this many bytes; tokenize takes 200 times as much memory
 enum { TEXT_MAX = (SIZE_MAX / 256 < 1 << 28 ? 1 << 24 : 1 << 28) - 1 };
 
-// A dictionary of the file's own strings: a hash table of their indices. Of equal strings the first
-// counts. The merges of BPE are such strings, too: "left right".
+// A hash table from the file's strings to their indices; the first of equal strings counts. Besides
+// tokens the merges of BPE are in one, each as a string "left right".
 typedef struct { uint32_t n; uint64_t power; } Length;   // bytes of some strings; HASH_BASE^n
 typedef struct {
     uint32_t *slot;   // [mask + 1] 1 + index of a string, 0: empty; at most half are used
@@ -3996,15 +3997,16 @@ typedef struct {
     size_t n_lengths;
 } Dictionary;
 
-// The hash of a text is the number whose digits are its bytes. So the hash of any part b of a text
-// ab follows from those of two beginnings: hash(b) = hash(ab) - hash(a) * HASH_BASE^n, b's n bytes.
+// The hash of a text is the number whose digits are its bytes, so the hash of a part of it follows
+// from those of two beginnings: if b has n bytes, hash(b) = hash(ab) - hash(a) * HASH_BASE^n.
 #define HASH_BASE 0x9E3779B97F4A7C15
-static uint64_t hash_text(uint64_t hash, Str s) {   // of a text behind another's hash, or 0
+static uint64_t hash_text(uint64_t hash, Str s) {   // hash: of the text in front of s, or 0
     for (size_t i = 0; i < s.n; i++) hash = hash * HASH_BASE + (uint8_t)s.s[i];
     return hash;
 }
 
-// the slot of a string, or the empty one where it would go; NULL: strings made to collide
+// the slot of a string, or the empty slot where it would go; NULL: the file's strings are made to
+// collide
 static uint32_t *dictionary_slot(const Dictionary *d, uint64_t hash, Str s) {
     hash = (hash ^ hash >> 32) * HASH_BASE >> 32;   // all bits count
     for (int probe = 0; probe < 1000; probe++) {
@@ -4021,9 +4023,9 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
     return slot ? (int32_t)*slot - 1 : -1;
 }
 
-// A rule is a regular expression, which splits the pieces that the rule before it left. It tries
-// its alternatives in order, each takes all it can, and what lies between two matches is a piece,
-// too. A letter is a class of characters, as model families chose them (ranges: in the appendix):
+// A rule is a regular expression that splits the pieces left by the rule before it. It tries its
+// alternatives in order, and each takes all it can; a match is a piece, and so is the text between
+// two matches. A letter is a class of characters, as model families chose them (see the appendix):
 //
 //   u  A-Z                  N  numbers       P  punctuation             h  Chinese
 //   l  a-z                  d  0-9           S  symbols                 H  more of it
@@ -4040,21 +4042,22 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 //   !      here white space or     X3   one to three     w  a word, which goes on over
 //          the end must follow     X=n  2^n                 single spaces
 //
-// Three rules have one sign: $ splits off white space at the end of a piece, % splits digits in
-// threes from the right, & does so with numbers, and ends a piece behind them. RULE_LLAMA3, for
+// Three rules are a single sign: $ splits off the white space that ends a piece, % splits digits in
+// threes from the right, & splits numbers so and ends a piece behind them. RULE_LLAMA3, for
 // example, splits "It's 1234  ok!\n" into  It|'s| |123|4| | ok|!\n  with
 //   i             's
 //   [^rLN]?L+     It and " ok": letters, and one character in front that is none of r, L, N
 //   N3            123 and 4
 //    ?[^sLN]+r*   !\n
-//   s*r+          nothing here: the ends of lines, with white space in front
+//   s*r+          nothing here: it takes the ends of lines, with white space in front
 //   s+!           the first space of "  ok": + takes both, ! does not allow the o, + gives one back
-//   s+            the space of " 1234", which nothing else takes
+//   s+            the space of " 1234", which no other alternative takes
 //
-// Flags: a word that is a token stays whole; BOS is added; only spaces are respelled. To add a
-// pre-tokenizer, add its name to a row that has its rules, or a row with at most six; a new letter
-// also to unicode_classes; then words to test.c.
-enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };
+// To add a pre-tokenizer, add its name to the row that has its rules, or add a row of at most six.
+// A new letter goes to unicode_classes, too. Then add words to test.c.
+enum { PRE_WHOLE = 1,    // a word that is a token stays whole
+       PRE_BOS = 2,      // BOS is added
+       PRE_SPACES = 4 }; // only spaces are respelled
 typedef struct { const char *names; int flags; const char *rule[7]; } PreTokenizer;
 
 #define RULE_GPT2   "'| ?L+| ?N+| ?[^sLN]+|s+!|s+"
@@ -4107,8 +4110,8 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
 };
 
 enum { TOKENIZER_NONE, TOKENIZER_SPM, TOKENIZER_BPE, TOKENIZER_WPM, TOKENIZER_UNIGRAM };
-// Flags beside the type: EOG, generation ends here; TURN, it opens or closes a part of gpt-oss's
-// turns; STRIP, white space behind it is dropped.
+// A token's type has flags beside it: EOG ends generation, TURN opens or closes a part of a turn of
+// gpt-oss, and the white space behind STRIP is dropped.
 enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE,
        TOKEN_TYPE = 15, TOKEN_EOG = 16, TOKEN_TURN = 32, TOKEN_STRIP = 64 };
 enum { SPECIAL_TYPES = 1 << TOKEN_USER | 1 << TOKEN_CONTROL | 1 << TOKEN_UNKNOWN,
@@ -4133,12 +4136,12 @@ typedef struct Tokenizer {
     uint8_t *type;                   // [n_vocab]
     uint8_t *special_length;         // [tokens.longest + 1] has a special token this length?
     bool special_first[256];         // does a token that may be cut out begin with it?
-    size_t piece_max;                // most bytes that detokenize writes at once
+    size_t detokenize_max;           // most bytes that detokenize writes at once
 } Tokenizer;
 
-// An id need not be in the vocabulary: many models have rows for more tokens, as padding. Such a
-// token has no text and is unused.
-typedef struct { Str text; int type; } Token;   // its type with the flags
+// An id need not be in the vocabulary, because many models pad their embedding with rows for more
+// tokens. Such a token has no text and is unused.
+typedef struct { Str text; int type; } Token;   // type: with its flags
 
 static Token token_at(const Tokenizer *t, int32_t id) {
     bool known = id >= 0 && id < t->n_vocab;
@@ -4159,11 +4162,11 @@ typedef struct {
     const Tokenizer *t;
     Tokens *out;
     Char *ch;         // a fragment of the text, and its end
-    char *text;       // [n_text] a word of it, spelled; what follows is room for a merge
-    uint32_t *part;   // [n_text] bytes of the part of the word that begins here, 0: none does
-    uint64_t *cost;   // [2 * n_text] of joining, a tree
+    char *text;       // [n_text] a word of it, spelled, and behind the word room for a merge
+    uint32_t *part;   // [n_text] bytes of the part of the word that begins here; 0: none begins
+    uint64_t *cost;   // [2 * n_text] a tree of what it costs to join parts
     size_t n_text;
-    const char *all;             // the text, and where it is not to be trusted (tokenize)
+    const char *all;             // the whole text that tokenize got, and its marks
     const unsigned char *mark;
     int types;        // of tokens that are cut out of the text, 1 << TOKEN_...
     bool space;       // the next fragment begins with a space
@@ -4178,8 +4181,9 @@ static size_t contraction_length(const Char *ch, size_t n, bool any_case) {   //
     return (a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l') ? 3 : 0;
 }
 
-// Returns where the match of the alternative `rule` at ch ends, or NULL; the piece ends at `end`.
-// An item takes all it can; if what follows it does not match then, it gives back one by one.
+// Returns the end of what the alternative `rule` matches at ch in a piece that ends at `end`, or
+// NULL. An item takes all the characters it can, and gives them back one by one until the rest of
+// the rule matches.
 static Char *rule_match(const char *rule, Char *ch, Char *end) {
     if (!*rule || *rule == '|') return ch;
     if (*rule == '!')
@@ -4194,7 +4198,7 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
             if (ch->set & CLASS(' ') && (ch + 1 == end || !(ch[1].set & CLASS('L')))) break;
         return rule_match(rule + 1, ch, end);
     }
-    bool none = *rule == '[' && rule[1] == '^';   // of the set
+    bool none = *rule == '[' && rule[1] == '^';   // it matches none of the set
     uint64_t set = *rule == '[' ? 0 : CLASS(*rule);
     if (!set)
         for (rule += none ? 2 : 1; *rule != ']'; rule++) set |= CLASS(*rule);
@@ -4215,8 +4219,8 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
     return NULL;
 }
 
-// Returns where the first alternative of a rule that matches at ch ends; NULL: none does. To keep
-// s*r.. from looking for a line's end from each space, it is not tried before *dry: none is there.
+// Returns the end of the first alternative of a rule that matches at ch; NULL: none does. s*r.. is
+// not tried before *dry, because no line ends there: it would search on from each of many spaces.
 static Char *first_match(const char *rule, Char *ch, Char *end, Char **dry) {
     for (; rule; rule = strchr(rule, '|')) {
         if (*rule == '|') rule++;
@@ -4251,14 +4255,14 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
     }
 }
 
-// A word is a row of parts, at first its characters. To join the part at byte i with the next one
-// has a cost, leaf n + i of a tree; node k holds the lesser of nodes 2k and 2k + 1. So node 1, the
+// A word is a row of parts, at first its characters. Leaf n + i of a tree is the cost of joining
+// the part at byte i with the next one; node k is the lesser of nodes 2k and 2k + 1. So node 1, the
 // root, is the cheapest pair, of equal ones the leftmost. A join changes three leaves: n bytes take
 // O(n log n). In story.gguf merge 149 is "t h", 1 "h e", 29 "e n", 326 "he n", 903 "t he":
 //   t  h  e  n    leaves 149  1  29  -    nodes 2, 3:   1  29    root   1: join h and e
 //   t  he    n    leaves 903 326  -  -    nodes 2, 3: 326   -    root 326: join he and n
 //   t  hen        leaves   -  -   -  -    no merge is "t hen": the ids of "t" and "hen" are 83 582
-// Returns the leaf: the cost above 32 bits for i; UINT64_MAX: no part at i joins the next one.
+// Returns the leaf, the cost above the 32 bits of i; UINT64_MAX: no part at i joins the next one.
 static uint64_t pair_cost(Work *w, uint32_t i) {
     const Tokenizer *t = w->t;
     uint32_t a = w->part[i], b = i + a < w->n_text ? w->part[i + a] : 0, cost = 0;
@@ -4279,7 +4283,7 @@ static uint64_t pair_cost(Work *w, uint32_t i) {
     return found < 0 ? UINT64_MAX : (uint64_t)cost << 32 | i;
 }
 
-static void pair_update(Work *w, uint32_t i) {   // the leaf of the part at byte i, and all above it
+static void pair_update(Work *w, uint32_t i) {   // updates the part's leaf and all nodes above it
     uint64_t *tree = w->cost;
     size_t k = w->n_text + i;
     tree[k] = pair_cost(w, i);
@@ -4291,12 +4295,12 @@ static size_t character_bytes(const Work *w, size_t i) {   // at byte i of the w
     return len < n ? len : n;
 }
 
-static void add_id(Work *w, int32_t id) {   // there is room, see tokenize; id -1: nothing to add
+static void add_id(Work *w, int32_t id) {   // tokenize has made room; id -1: adds nothing
     if (id >= 0) w->out->id[w->out->n++] = id;
 }
 
-// Joins the parts of a word and adds their ids. A part that is no token is spelled by its bytes; a
-// byte that is none either is unknown in SentencePiece, and lost elsewhere.
+// Joins the parts of a word and adds their ids. A part that is no token becomes the tokens of its
+// bytes. A byte without a token is the unknown token in SentencePiece, and is dropped elsewhere.
 static void word_join(Work *w) {
     const Tokenizer *t = w->t;
     uint32_t *part = w->part;
@@ -4331,15 +4335,14 @@ static void word_join(Work *w) {
     }
 }
 
-// WordPiece, unigram: where any part of a word may be a token, only lengths that tokens have are
-// tried, with the hashes [n_text + 1] of the word's beginnings: a byte takes as many steps as there
-// are lengths.
+// WordPiece and unigram try every part of a word that is as long as some token. The hashes
+// [n_text + 1] of the word's beginnings make each try one step.
 static void hash_beginnings(const Work *w, uint64_t *hash) {
     hash[0] = 0;
     for (size_t i = 0; i < w->n_text; i++) hash[i + 1] = hash[i] * HASH_BASE + (uint8_t)w->text[i];
 }
 
-// the token that stands at byte i of the word and has this length; -1: none, or the word ends first
+// the token of this length at byte i of the word; -1: there is none, or the word ends first
 static int32_t token_of_length(const Work *w, const uint64_t *hash, size_t i, Length len) {
     if (len.n > w->n_text - i) return -1;
     uint64_t part = hash[i + len.n] - hash[i] * len.power;
@@ -4347,7 +4350,8 @@ static int32_t token_of_length(const Work *w, const uint64_t *hash, size_t i, Le
     return slot ? (int32_t)*slot - 1 : -1;
 }
 
-// WordPiece takes the longest token, again and again. A word that this cannot spell is unknown.
+// WordPiece takes the longest token that fits, again and again. If none fits, the whole word is
+// unknown.
 static void word_pieces(Work *w) {
     const Dictionary *d = &w->t->tokens;
     size_t before = w->out->n;
@@ -4366,7 +4370,7 @@ static void word_pieces(Work *w) {
     }
 }
 
-// Writes a character as the vocabulary spells it and returns its bytes, 8 at most.
+// Writes a character as the vocabulary spells it, and returns the number of bytes, at most 8.
 static size_t character_spell(const Tokenizer *t, uint32_t c, char *out) {
     char bytes[4];
     size_t n = 0;
@@ -4380,7 +4384,7 @@ static size_t character_spell(const Tokenizer *t, uint32_t c, char *out) {
     return n;
 }
 
-// Decodes a fragment, splits it into words by the rules, spells each and adds the ids of its parts.
+// Decodes a fragment, splits it into words by the rules, spells the words and adds their ids.
 static void fragment_tokenize(Work *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
     bool spm = t->kind == TOKENIZER_SPM, wpm = t->kind == TOKENIZER_WPM;
@@ -4413,26 +4417,26 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
     w->space = false;
 }
 
-// A unigram vocabulary may say which strings replace others, such as "A" its full-width form. What
-// is replaced is in a double-array trie. Of a node x of 4 bytes:
+// A unigram vocabulary may replace some strings by others, for example a full-width A by "A". The
+// strings to be replaced are in a double-array trie. A node x of 4 bytes has
 //   label(x) = x & 0x800000FF      base(x) = (x >> 10) << (x & 512 ? 8 : 0)
 // From node i, byte c leads to node k = i ^ base(node[i]) ^ c, if c is the label of node[k]. If its
-// bit 8 is set, an entry ends there: bits 0 to 30 of node[k ^ base(node[k])] say where in `strings`
-// the replacement begins, which a 0 ends. Say "A", 65, becomes strings[4], "a ":
+// bit 8 is set, an entry ends there, and bits 0 to 30 of node[k ^ base(node[k])] say where in
+// `strings` the replacement begins, which ends with a 0. Say "A", 65, becomes strings[4], "a ":
 //   node[0]   = 0x600        base 256: A leads to 0 ^ 256 ^ 65 = 321
 //   node[321] = 0x541        label 65, so it is A; bit 8 is set; base 1: see 321 ^ 1 = 320
 //   node[320] = 0x80000004
 enum { CHARSMAP_MAX = 255 };   // bytes of an entry or of a replacement at most
 
 static uint32_t trie_node(const Tokenizer *t, uint32_t i) {
-    uint32_t x = UINT32_MAX;   // past the end: the label of no byte, and no string begins there
+    uint32_t x = UINT32_MAX;   // a node past the end is no byte's label, and no string begins there
     if (i < t->trie.n / 4) memcpy(&x, t->trie.s + (size_t)4 * i, 4);
     return x;
 }
 
 static uint32_t trie_base(uint32_t x) { return x >> 10 << (x & 512 ? 8 : 0); }
 
-// Returns how many bytes at s the longest entry has, 0: there is none; *to: what replaces them.
+// Returns the bytes of the longest entry at s (0: there is none), and in *to their replacement.
 static size_t charsmap_match(const Tokenizer *t, const char *s, size_t n, const char **to) {
     size_t match = 0;
     uint32_t i = 0, x = trie_node(t, 0);
@@ -4454,10 +4458,11 @@ static void append(char *out, uint64_t *len, const char *s, size_t n) {   // out
     *len += n;
 }
 
-// Spells a fragment as unigram's tokens are, and returns its bytes; out NULL: counts them only.
+// Spells a fragment as unigram's tokens are spelled, and returns the number of bytes; out NULL:
+// only counts them.
 static uint64_t unigram_spell(const Tokenizer *t, const char *s, size_t n, char *out) {
     uint64_t len = 0;
-    bool owed = t->space_prefix;   // a space is to come before the next character that is none
+    bool owed = t->space_prefix;   // a space must come before the next character but a space
     for (size_t i = 0, used; i < n; i += used) {
         const char *to = s + i;
         used = charsmap_match(t, s + i, n - i, &to);
@@ -4475,9 +4480,9 @@ static uint64_t unigram_spell(const Tokenizer *t, const char *s, size_t n, char 
     return len;
 }
 
-// Unigram takes the tokens whose scores have the greatest sum (Viterbi): best[i] is that of the
-// first i bytes, part[i] the length of the token that ends there. Tokens begin where characters do;
-// a character that is no token may be unknown, and unknown ones in a row are one.
+// Unigram takes the tokens whose scores have the greatest sum (Viterbi): best[i] is that sum for
+// the first i bytes, part[i] the length of the token that ends there. A token begins where a
+// character does. A character that is no token is unknown; unknown ones in a row are one token.
 static void unigram_reach(double *best, uint32_t *part, size_t from, size_t end, double score) {
     double sum = best[from] + score;
     if (part[end] && sum <= best[end]) return;
@@ -4528,8 +4533,8 @@ static void unigram_tokenize(Work *w, const char *s, size_t n_bytes) {
     free(best);
 }
 
-// The id of a special token of len bytes that stands at s and is to be cut out; -1: none is. In
-// what a user wrote, only tokens that anyone may write are.
+// The id of a special token of len bytes at s that is to be cut out; -1: there is none. In a text
+// that a user wrote, only tokens that anyone may write are cut out.
 static int32_t special_at(const Work *w, const char *s, size_t len) {
     const Tokenizer *t = w->t;
     if (!t->special_first[(uint8_t)*s]) return -1;
@@ -4540,7 +4545,7 @@ static int32_t special_at(const Work *w, const char *s, size_t len) {
     return marked && !anyone ? -1 : id;
 }
 
-// Cuts special tokens of up to len bytes out of a text, longer ones first wherever they stand, and
+// Cuts special tokens of up to len bytes out of a text, the longest first wherever they stand, and
 // adds their ids and those of the fragments between them.
 static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     const Tokenizer *t = w->t;
@@ -4550,7 +4555,7 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
         for (const char *at = s; len <= (size_t)(end - at); at++) {
             int32_t id = special_at(w, at, len);
             if (id < 0) continue;
-            text_tokenize(w, s, at - s, len - 1);   // what is in front of it
+            text_tokenize(w, s, at - s, len - 1);   // the text in front of the token
             w->failed |= !tokens_add(w->out, id);
             w->space = t->space_prefix;
             s = at + len;
@@ -4563,20 +4568,18 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     if (n) (t->kind == TOKENIZER_UNIGRAM ? unigram_tokenize : fragment_tokenize)(w, s, n);
 }
 
-enum {
-    TOKENS_ADD = 1,            // the first and last tokens that the metadata asks for
-    TOKENS_SPECIAL = 2,        // text such as <|im_start|> means the token
-};
+enum { TOKENS_ADD = 1,        // adds the first and last tokens that the metadata asks for
+       TOKENS_SPECIAL = 2 };  // text such as <|im_start|> means the token
 
-// Appends the ids of text [n] to out. A byte with a mark [n] of 1 was written by a user, and is
-// never part of a control token; mark NULL: none was. False: e says why.
+// Appends the ids of text [n] to out. A byte whose mark [n] is 1 was written by a user and is never
+// part of a control token; mark NULL: there is no such byte. False: e says why.
 bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned char *mark, int flags,
               Tokens *out, Error *e) {
     if (t->kind == TOKENIZER_NONE || t->no_rules)
         return fail(e, "%s: give it --tokens", *t->note ? t->note : "the model has no tokenizer");
     if (n > TEXT_MAX) return fail(e, "%zu bytes of text are too many", n);
-    // The most bytes of a word, and ids of all words: a bad byte reads as U+FFFD, whose three bytes
-    // may be spelled as two each. Unigram takes its own memory.
+    // A word has at most m bytes, and the text at most m ids, because a bad byte reads as U+FFFD,
+    // whose three bytes may be spelled as two each. Unigram takes its own memory.
     size_t m = t->kind == TOKENIZER_UNIGRAM ? 0 : 6 * n + 8;
     Work w = {.t = t, .out = out, .all = text, .mark = mark,
               .types = flags & TOKENS_SPECIAL ? SPECIAL_TYPES : 1 << TOKEN_USER};
@@ -4599,11 +4602,11 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
 
 static bool token_is_eog(const Tokenizer *t, int32_t i) { return token_at(t, i).type & TOKEN_EOG; }
 
-// All zero at the beginning of a text. `started`: it continues another text, so that the space that
-// SentencePiece puts in front of its first word is kept.
+// It is all zero at the beginning of a text. If `started`, the text continues another one and
+// keeps the space that SentencePiece puts in front of its first word.
 typedef struct { char pending[4]; size_t n; bool started; } Detokenizer;
 
-// Writes the characters that one more byte completes. A byte that is not UTF-8 becomes U+FFFD.
+// Writes the characters that one more byte completes; a byte that is not UTF-8 becomes U+FFFD.
 static size_t utf8_push(Detokenizer *d, char byte, char *out) {
     size_t n = 0, used;
     for (; d->n && (byte & 0xC0) != 0x80; d->n--) n += utf8_encode(UTF8_BAD, out + n);
@@ -4623,7 +4626,7 @@ static int char_to_byte(const Tokenizer *t, uint32_t c) {   // -1: none, it is s
     return -1;
 }
 
-// Writes the text of a token, whole characters only, to out[t->piece_max]; returns its length.
+// Writes the text of a token, in whole characters, to out[t->detokenize_max]; returns its length.
 size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
     if (!token_is(t, id, 1 << TOKEN_NORMAL | 1 << TOKEN_USER | 1 << TOKEN_BYTE)) return 0;
     bool strip = !d->started && t->space_prefix;
@@ -4645,8 +4648,8 @@ size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
     return n;
 }
 
-// The spelling of these tokens tells their type, since metadata is often missing or wrong. The list
-// is arbitrary: it has what published vocabularies use. `with`: only beside this other token.
+// The spelling of these tokens decides their type, because metadata is often missing or wrong. The
+// list has what published vocabularies use. A row with a `with` counts only beside that token.
 static const struct { int type; const char *with, *names; } KNOWN_TOKENS[] = {
     {TOKEN_CONTROL | TOKEN_EOG, NULL,
      "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> </s> "
@@ -4674,7 +4677,7 @@ static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {   // 
     {"gemma4", "gemma4", {TOKENIZER_BPE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
 };
 
-// an array of strings (n 0), or of n numbers; NULL: the key has no such array, and e says so
+// the key's array of strings (n 0) or of n numbers; NULL: there is no such array, and e says so
 static const Meta *vocab_array(const Gguf *g, const char *key, size_t n, Error *e) {
     const Meta *m = gguf_find(g, key);
     if (!m) fail(e, "%s is missing", key);
@@ -4686,7 +4689,7 @@ static const Meta *vocab_array(const Gguf *g, const char *key, size_t n, Error *
     return NULL;
 }
 
-// Only the first `most` strings can be found.
+// Reads a dictionary from an array of strings. Only the first `most` strings can be found in it.
 static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, int most, Error *e) {
     const Meta *m = vocab_array(g, key, 0, e);
     size_t size = 16;
@@ -4709,7 +4712,7 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, int m
     return true;
 }
 
-// Lists the lengths that strings have, for vocabularies where any part of a text may be a token.
+// Lists the lengths of the strings, for vocabularies in which any part of a text may be a token.
 static bool dictionary_lengths(Dictionary *d, Error *e) {
     d->length = malloc(d->n * sizeof *d->length);
     uint8_t *any = d->length ? calloc(d->longest + 1, 1) : NULL;
@@ -4722,10 +4725,11 @@ static bool dictionary_lengths(Dictionary *d, Error *e) {
     return true;
 }
 
+// Reads what only unigram has: the score of an unknown character, and the strings to replace.
 static bool unigram_open(Tokenizer *t, const Gguf *g, Error *e) {
     const char *key = "tokenizer.ggml.precompiled_charsmap";
     const Meta *m = gguf_find(g, key);
-    float least = FLT_MAX;   // score of a normal token: unused ones have -10000
+    float least = FLT_MAX;   // the least score of a normal token (unused ones have -10000)
     for (int32_t i = 0; i < t->n_vocab; i++) {
         double score = meta_float(t->scores, i);
         if (!(fabs(score) <= FLT_MAX)) return fail(e, "token %d has a score of %g", i, score);
@@ -4747,14 +4751,15 @@ static bool unigram_open(Tokenizer *t, const Gguf *g, Error *e) {
                         "up to %d that a 0 ends", key, t->trie.n, CHARSMAP_MAX);
 }
 
+// Reads the vocabulary: texts and types of the tokens, and their scores or merges.
 static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     const char *key = "tokenizer.ggml.token_type";
     const Meta *types = gguf_find(g, key);
     const Tensor *embd = gguf_tensor(g, "token_embd.weight");
-    int rows = embd ? embd->ne[1] : INT_MAX;   // tokens beyond them, as of images, are mere text
+    int rows = embd ? embd->ne[1] : INT_MAX;   // no text becomes a token beyond them (of images)
     if (!dictionary_open(&t->tokens, g, "tokenizer.ggml.tokens", rows, e)) return false;
     t->n_vocab = t->tokens.n;
-    t->piece_max = 3 * (t->tokens.longest + 4);
+    t->detokenize_max = 3 * (t->tokens.longest + 4);
     t->type = calloc(t->n_vocab, 1);
     t->special_length = calloc(t->tokens.longest + 1, 1);
     if (!t->type || !t->special_length) return fail(e, "out of memory");
@@ -4778,8 +4783,8 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// Reads the ids of special tokens, what is added to a text and how it is changed. An id that is no
-// token is ignored: the note says so. `kept` is for the first ones; from eos on each ends a text.
+// Reads the ids of special tokens, and how a text is changed before it is tokenized. An id that is
+// no token is ignored, and the note says so. `kept` has the first five; from eos on all end a text.
 static bool special_keys(Tokenizer *t, const Gguf *g, Error *e) {
     enum { CLS, EOS = 4 };
     static const char *const keys[] = {[CLS] = "cls", "bos", "unknown", "seperator", [EOS] = "eos",
@@ -4803,7 +4808,7 @@ static bool special_keys(Tokenizer *t, const Gguf *g, Error *e) {
         if (i < COUNT(kept)) *kept[i] = id;
         if (i >= EOS && id >= 0) t->type[id] |= TOKEN_EOG;
     }
-    // BERT's files do not say so, Gemma 4's say no and mean yes
+    // BERT's files do not say that BOS is added, and Gemma 4's say no and mean yes
     bool forced = wpm || (t->kind == TOKENIZER_BPE && t->pre->flags & PRE_SPACES);
     t->add_bos = forced || gguf_int(g, "tokenizer.ggml.add_bos_token", t->pre->flags & PRE_BOS);
     t->add_eos = wpm || gguf_int(g, "tokenizer.ggml.add_eos_token", unigram);
@@ -4818,8 +4823,8 @@ static bool special_keys(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// Gives tokens the types of KNOWN_TOKENS, ends a text with those of a list, and notes how special
-// tokens begin and how long they are, for special_at and text_tokenize.
+// Gives tokens the types of KNOWN_TOKENS, reads the list of tokens that end a text, and notes the
+// first bytes and the lengths of special tokens for special_at and text_tokenize.
 static bool special_types(Tokenizer *t, const Gguf *g, Error *e) {
     for (size_t i = 0; i < COUNT(KNOWN_TOKENS); i++) {
         if (KNOWN_TOKENS[i].with && token_find(t, KNOWN_TOKENS[i].with) < 0) continue;
@@ -4838,7 +4843,7 @@ static bool special_types(Tokenizer *t, const Gguf *g, Error *e) {
         else snprintf(t->note, sizeof t->note, "tokenizer.ggml.eos_token_ids has %lld, but there "
                       "are %d tokens: ignored", (long long)id, t->n_vocab);
     }
-    char name[102];   // an arbitrary rule: models of this name drop white space behind some tokens
+    char name[102];   // Phi-3 is known by its name: it drops white space behind some tokens
     snprintf(name, sizeof name, "%.*s", STR_ARG(gguf_str(g, "general.name")));
     bool phi3 = strcasestr(name, "phi-3") || strcasestr(name, "phi3");
     for (int32_t i = 0; i < t->n_vocab; i++) {
@@ -4851,8 +4856,8 @@ static bool special_types(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// The pre-tokenizer of a file that names none, such as Ollama's or an old one; pre is empty or
-// "default". If neither architecture nor vocabulary tells, a note says what is assumed.
+// The pre-tokenizer of a file that names none (pre is empty or "default"), such as an old file or
+// Ollama's. If neither architecture nor vocabulary tells it, a note says what is assumed.
 static const char *known_pre(Tokenizer *t, Str arch, Str pre) {
     static const char *const of[][2] = {{"llama4", "llama4"}, {"mistral3", "tekken"},
                                         {"lfm2 lfm2moe", "lfm2"}, {"gpt-oss", "gpt-4o"}};
@@ -4864,6 +4869,7 @@ static const char *known_pre(Tokenizer *t, Str arch, Str pre) {
     return "default";
 }
 
+// Makes the tokenizer that the file describes. *made is closed by the caller, also after an error.
 static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
     Tokenizer *t = *made = calloc(1, sizeof *t);
     Str model = gguf_str(g, "tokenizer.ggml.model"), pre = gguf_str(g, "tokenizer.ggml.pre");
@@ -4896,39 +4902,35 @@ static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
 }
 
 static void tokenizer_close(Tokenizer *t) {
-    free(t->tokens.slot);
-    free(t->tokens.str);
-    free(t->tokens.length);
-    free(t->merges.slot);
-    free(t->merges.str);
-    free(t->type);
-    free(t->special_length);
+    void *owned[] = {t->tokens.slot, t->tokens.str, t->tokens.length, t->merges.slot,
+                     t->merges.str, t->type, t->special_length};
+    for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
     *t = (Tokenizer){0};
 }
 
 // ---- 25. chat templates ----
 //
-// A model's file says in a program how it wants a conversation written: in a template, whose
-// language is Jinja as Hugging Face sets that up, with trim_blocks, lstrip_blocks, loop controls.
-// This interpreter prints the same bytes as Python's. It knows what published templates use in a
-// chat. What it does not know is an error that names it, once it is reached. The parser tries the
-// rules of GRAMMAR on the source and makes a tree of nodes. `eval` turns a node into its value; a
-// statement's is the text that it prints.
+// A template is a program in a model's file that writes a conversation as the model wants it. Its
+// language is Jinja as Hugging Face sets it up, with trim_blocks, lstrip_blocks and loop controls.
+// This interpreter prints the same bytes as Python's, and knows all that published templates use
+// in a chat. Anything else is an error that names it, once it is reached. The parser tries the rules
+// of GRAMMAR on the source and makes a tree of nodes; `eval` turns a node into its value, which for
+// a statement is the text that it prints.
 //
-// All memory is one block. A second one, its shadow, has a byte for each of its bytes, which is
-// FOREIGN if that came from a message that the model did not write. Only `concat` copies text, and
-// copies its shadow: the marks stay with the bytes. Texts never change, so a part of one is a view.
-// An error leaves by longjmp. Every template ends, since stack, steps and memory have limits.
+// All memory is one block. Each byte of the block has another one in its shadow, FOREIGN if the byte
+// came from a message that the model did not write. Only `concat` copies text, and it copies the
+// shadow, too, so the marks stay with the bytes. A text never changes, so a part of it is a view.
+// An error leaves by longjmp. Stack, steps and memory have limits, so every template ends.
 
 typedef struct { Str role, content; } ChatMessage;
 
-// What a template prints: text[n], with a NUL behind it, and mark[n]: not 0 where a byte came from
-// a message that the model did not write. rendered_free frees both.
+// A template prints text[n], with a NUL behind it. A byte of mark[n] is not 0 where the text's byte
+// came from a message that the model did not write. rendered_free frees both.
 typedef struct { char *text; unsigned char *mark; size_t n; char *block; } Rendered;
 
 enum { FOREIGN = 1, ROOM = 2,   // in the shadow; ROOM: free bytes into which a text may grow
        LONGEST_RANGE = 100000, MOST_PARAMS = 6,   // of a row of BUILTINS
-       DEEPEST = 400 << 10 };   // bytes of stack that recursion may take: a thread may have 512 KB
+       DEEPEST = 400 << 10 };   // bytes of a thread's stack, which may have 512 KB, for recursion
 enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_GENERATOR, V_DICT, V_LOOP,
        V_MACRO };
 static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "float", "str",
@@ -4943,13 +4945,13 @@ struct Value {
     union {
         int64_t i;                          // also of a bool
         double f;
-        Str s;                              // of what is undefined its name
-        List list;                          // also of a generator, which map and the like return
+        Str s;                              // of an undefined value its name
+        List list;                          // also of a generator, as map and select return it
         Dict *dict;                         // also of a namespace or loop
         const Macro *macro;
     };
 };
-struct Node {                               // what the parser found at source
+struct Node {                               // what the parser found at `source`
     int rule;
     Value v;                                // of a word, name, number, string or text
     Node *first, *next;                     // its children, its neighbour
@@ -4958,20 +4960,20 @@ struct Node {                               // what the parser found at source
 typedef struct { List list; Dict named; } Args;
 typedef struct {
     const char *source, *p;                 // read up to p; later what runs
-    const char *tag_end;                    // the last tag ends here, or a text does
-    bool raw;                               // that tag was {% raw %}
+    const char *tag_end;                    // where the last tag or text ends
+    bool raw;                               // the last tag was {% raw %}
     bool stuck;                             // this tag cannot be read beyond p
     int flow;                               // R_break or R_continue on its way to the loop
-    char *stack;                            // its end when the template began to run
+    char *stack;                            // where the stack ended when the template began
     Dict *scope;                            // the names that are set here; outer: those around it
     Dict *builtins;
-    size_t steps, memory, size;             // what is left of both; bytes of the block
+    size_t steps, memory, size;             // steps and bytes left; bytes of the block
     char *block;
     Error *e;
     jmp_buf failed;
 } Template;
 
-// Leaves the interpreter, from wherever it is: the error says why and names the line.
+// Leaves the interpreter with an error that says why and names the line.
 __attribute__((noreturn, format(printf, 2, 3)))
 static void stop(Template *t, const char *format, ...) {
     char why[400];
@@ -4985,7 +4987,7 @@ static void stop(Template *t, const char *format, ...) {
     longjmp(t->failed, 1);
 }
 
-static void spend(Template *t, size_t steps) {   // what takes time pays: there is a limit
+static void spend(Template *t, size_t steps) {   // takes so many steps of those that are left
     if (steps > t->steps) stop(t, "it takes too many steps");
     t->steps -= steps;
 }
@@ -5018,8 +5020,8 @@ static char *shadow(Template *t, const char *p) {   // NULL: p is not in the blo
     return at < t->size ? t->block + t->size + at : NULL;
 }
 
-// a and behind it b. Where there is room behind a, b goes there: a text that grows piece by piece
-// costs what is added to it. One byte of room stays, so that no text touches the next.
+// a, then b. If there is room behind a, only b is copied, so that a text which grows in many steps
+// costs no more than its bytes. One byte of room stays, so that no text touches the next one.
 static Str concat(Template *t, Str a, Str b) {
     size_t room = 0, size = 2 * (a.n + b.n) + 8;
     char *end = (char *)a.s + a.n, *mark = shadow(t, end);
@@ -5044,7 +5046,7 @@ static Str repeat(Template *t, Str s, int64_t n) {
     return out;
 }
 
-static char *copy(Template *t, Str s) {   // in the block, with a NUL behind it; it may be changed
+static char *copy(Template *t, Str s) {   // of its own, with a NUL behind it; it may be changed
     return (char *)concat(t, concat(t, NOTHING, s), (Str){"", 1}).s;
 }
 
@@ -5067,7 +5069,7 @@ static const char *find(Template *t, Str s, Str what) {   // NULL: it is not the
     return memmem(s.s, s.n, what.s, what.n);
 }
 
-// s without the white space on one side, or without what is in set, if that is a string
+// s without the white space on one side; if `set` is a string, without the characters in it
 enum { LEFT, RIGHT };
 static Str strip(Template *t, Str s, Value set, int side) {
     while (s.n) {
@@ -5081,8 +5083,8 @@ static Str strip(Template *t, Str s, Value set, int side) {
     return s;
 }
 
-// s in upper or lower case, or with a capital in front (capitalize), or in front of every word
-// (title), as `how` begins. Letters beyond ASCII stay as they are.
+// s in another case: `how` is the first letter of upper, lower, capitalize or title. Letters beyond
+// ASCII stay as they are.
 static Str recased(Template *t, Str s, char how) {
     char *c = copy(t, s);
     for (size_t i = 0; i < s.n; i++) {
@@ -5106,7 +5108,7 @@ static bool is_int(Value v) { return v.kind == V_INT || v.kind == V_BOOL; }
 static bool is_number(Value v) { return is_int(v) || v.kind == V_FLOAT; }
 static double number(Value v) { return v.kind == V_FLOAT ? v.f : v.i; }
 
-// What is empty, zero, none or undefined is false. A generator is true, also one of nothing.
+// An empty, zero, none or undefined value is false. A generator is true, even an empty one.
 static bool truth(Value v) {
     switch (v.kind) {
     case V_BOOL: case V_INT: case V_FLOAT: return number(v) != 0;
@@ -5138,7 +5140,7 @@ static void push(Template *t, List *l, Value v) { push_all(t, l, (List){&v, 1});
 
 static int compare(double a, double b) { return a < b ? -1 : a > b; }
 
-// -1, 0, 1 as a is less, equal, more; UNLIKE: neither of them
+// -1, 0 or 1, as a is less than b, equal or more; UNLIKE: a and b cannot be compared
 enum { UNLIKE = 2 };
 __attribute__((noinline)) static int order(Template *t, Value a, Value b) {
     if (is_number(a) && is_number(b)) return compare(number(a), number(b));
@@ -5159,7 +5161,7 @@ __attribute__((noinline)) static int order(Template *t, Value a, Value b) {
     return c ? c : compare(x.n, y.n);
 }
 
-// Dicts have few keys and keep their order: they are searched from the front.
+// A dict keeps the order of its keys, which are few, so a search goes through all of them.
 static Value *entry(Template *t, const Dict *d, Value key) {   // NULL: it is not there
     spend(t, d->pairs.n / 16);
     for (size_t i = 0; i < d->pairs.n; i += 2)
@@ -5181,7 +5183,7 @@ static Dict *new_dict(Template *t, Dict *outer) {
     return d;
 }
 
-// What a loop over v sees: the elements of a list, characters of a text or keys of a dict.
+// The items that a loop over v sees: elements of a list, characters of a text, keys of a dict.
 static List items_of(Template *t, Value v) {
     List l = {0};
     if (v.kind == V_LIST || v.kind == V_GENERATOR) return v.list;
@@ -5200,8 +5202,9 @@ static int64_t length(Template *t, Value v) {
     return v.kind == V_STRING ? characters(t, v.s) : items_of(t, v).n;
 }
 
-// where v is among 0 .. n, as Python counts: below 0 from the end, and cut off at both ends
-static int64_t bound(Value v, int64_t n, int64_t otherwise) {   // of what is no whole number
+// The index v as one in 0 .. n. Python counts a negative index from the end, and moves one beyond
+// either end to that end. A v that is no whole number is `otherwise`.
+static int64_t bound(Value v, int64_t n, int64_t otherwise) {
     int64_t i = is_int(v) ? v.i : otherwise;
     if (i < 0) i += n;
     if (i < 0) return 0;
@@ -5217,8 +5220,8 @@ static Value slice(Template *t, Value v, Value from, Value to) {   // v[from:to]
     return string_value((Str){s.s, s.n - behind(t, s, b - a).n});
 }
 
-// v.key or v[key]: the same. What is not there is undefined; only of what is undefined itself, and
-// of a loop, it is an error to ask for it.
+// v.key and v[key] are the same. A member that is not there is undefined; but to ask an undefined
+// value for one, or a loop for one that it lacks, is an error.
 static Value member(Template *t, Value v, Value key) {
     if (v.kind == V_UNDEFINED) must_be(t, v, V_DICT);
     Value *found = v.kind == V_DICT || v.kind == V_LOOP ? entry(t, v.dict, key) : NULL;
@@ -5232,7 +5235,7 @@ static Value member(Template *t, Value v, Value key) {
     return undefined_value(key.kind == V_STRING ? key.s : str("an element"));
 }
 
-static void write_float(double f, char *s, size_t size) {   // in the fewest digits that are f
+static void write_float(double f, char *s, size_t size) {   // in the fewest digits that read as f
     int digits = -1;
     do snprintf(s, size, "%.*e", ++digits, f);
     while (strtod(s, NULL) != f);
@@ -5240,7 +5243,7 @@ static void write_float(double f, char *s, size_t size) {   // in the fewest dig
     if (e >= -4 && e < 16) snprintf(s, size, "%.*f", digits > e ? digits - e : 1, f);
 }
 
-static Str to_text(Template *t, Value v) {   // as Python's str writes it, but no list or dict
+static Str to_text(Template *t, Value v) {   // as Python's str writes v; no list, no dict
     char s[32];
     switch (v.kind) {
     case V_STRING: return v.s;
@@ -5253,7 +5256,7 @@ static Str to_text(Template *t, Value v) {   // as Python's str writes it, but n
     return concat(t, NOTHING, str(s));
 }
 
-static Str json_text(Template *t, Str s, Str text) {   // s, and behind it text between quotes
+static Str json_text(Template *t, Str s, Str text) {   // s, then text between quotes
     static const char known[] = "\"\\\n\r\t\b\f", letter[] = "\"\\nrtbf";
     s = concat(t, s, str("\""));
     for (size_t i = 0; i < text.n; i++) {
@@ -5265,7 +5268,8 @@ static Str json_text(Template *t, Str s, Str text) {   // s, and behind it text 
     return concat(t, s, str("\""));
 }
 
-// s, and behind it v as JSON. line: what a line begins with that each element gets; empty: none.
+// s, then v as JSON. Each element gets a line that begins with `line` and `indent`; if `line` is
+// empty, all elements stand in one line.
 static Str json(Template *t, Str s, Value v, Str line, Str indent) {
     bool dict = v.kind == V_DICT;
     enter(t);
@@ -5300,7 +5304,7 @@ static bool contains(Template *t, Value in, Value v) {   // is v in a string, a 
     return i < l.n;
 }
 
-// a op b: + adds numbers, lists and strings, * repeats a string. Whole numbers have 53 bits.
+// a op b. + adds numbers, lists or strings, and * repeats a string. Whole numbers have 53 bits.
 static Value operate(Template *t, Str op, Value a, Value b) {
     int o = *op.s;
     if (o == '~') return string_value(concat(t, to_text(t, a), to_text(t, b)));
@@ -5357,7 +5361,7 @@ static Str join(Template *t, Str by, List l) {
     return s;
 }
 
-// The parts of s between separators: at most so many, all if that is below 0, and the rest.
+// The parts of s between separators: at most `most` (-1: all of them), and the rest.
 static List split(Template *t, Str s, Str by, int64_t most) {
     List l = {0};
     if (!by.n) stop(t, "an empty separator");
@@ -5371,7 +5375,7 @@ static List split(Template *t, Str s, Str by, int64_t most) {
     return l;
 }
 
-// x.attribute, which may be such as a.b; x itself, if it is none
+// x.attribute, where the attribute may be a path such as a.b; if it is none, x itself
 static Value get(Template *t, Value x, Value attribute) {
     if (attribute.kind != V_STRING) return attribute.kind == V_NONE ? x : member(t, x, attribute);
     List names = split(t, attribute.s, str("."), -1);
@@ -5379,7 +5383,7 @@ static Value get(Template *t, Value x, Value attribute) {
     return x;
 }
 
-// what an element is compared by: case does not count
+// the key by which an element is compared, in lower case
 static Value key_of(Template *t, Value v, Value attribute) {
     v = get(t, v, attribute);
     return v.kind == V_STRING ? string_value(recased(t, v.s, 'l')) : v;
@@ -5404,9 +5408,9 @@ static List pairs_of(Template *t, Value v) {   // of a dict, as lists of two
     return l;
 }
 
-// A row has names and at most MOST_PARAMS parameters, of which the first is what a filter or method
-// is applied to. To add one, add its name here, that of a method or function to one of the lists
-// below, what it returns to builtin or text_builtin, and a row to TEMPLATES in test.c.
+// A row has names and at most MOST_PARAMS parameters. A filter or method is applied to the first of
+// them. To add a name, add it here, if it is a method or function also to one of the lists below,
+// then its result to builtin or text_builtin, and a row to TEMPLATES in test.c.
 static const char *const BUILTINS[] = {
     "upper lower capitalize title string safe (s)", "trim strip lstrip rstrip (s, chars=none)",
     "replace (s, old, new)", "split (s, sep, maxsplit=-1)", "startswith endswith find rfind (s, x)",
@@ -5424,7 +5428,7 @@ static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip
 static const char OF_DICTS[] = "get items keys";
 static const char FUNCTIONS[] = "namespace range raise_exception strftime_now";
 
-static Str date(Template *t, Str format) {   // now; or in UTC when SOURCE_DATE_EPOCH says: a test
+static Str date(Template *t, Str format) {   // now; for tests SOURCE_DATE_EPOCH, in UTC
     const char *epoch = getenv("SOURCE_DATE_EPOCH");
     time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
     struct tm tm;
@@ -5434,7 +5438,7 @@ static Str date(Template *t, Str format) {   // now; or in UTC when SOURCE_DATE_
     return concat(t, NOTHING, str(out));
 }
 
-// s with a[1] to a[5] in the places of `hole`, {} or %s, which is all that it knows of formats
+// s with a[1] to a[5] in the places of `hole`, {} or %s; no other format is known
 static Str filled(Template *t, Str s, const Value *a, const char *hole) {
     bool method = *hole == '{';
     List between = split(t, s, str(hole), -1);
@@ -5468,7 +5472,7 @@ static Value text_builtin(Template *t, Str f, Str s, const Value *a) {   // s: a
     }
     if (is(f, "format")) s = filled(t, s, a, "%s");
     if (is(f, "braces")) s = filled(t, s, a, "{}");
-    if (is(f, "indent")) {   // the first line and empty ones only if that is asked for
+    if (is(f, "indent")) {   // by default not the first line, and no empty lines
         Str pad = a[1].kind == V_STRING ? a[1].s : repeat(t, str(" "), must_be(t, a[1], V_INT).i);
         List lines = split(t, s, str("\n"), -1);
         for (size_t i = 0; i < lines.n; i++) {
@@ -5481,7 +5485,7 @@ static Value text_builtin(Template *t, Str f, Str s, const Value *a) {   // s: a
     return string_value(s);
 }
 
-// map: what the named filter makes of each element of v. Others: the elements that f lets pass.
+// f is map: the results of the named filter for all elements of v. Others: the elements that pass.
 static Value chosen(Template *t, Str f, Value v, Value attribute, Value name, List more) {
     List l = {0}, all = truth(v) ? items_of(t, v) : l;
     for (size_t i = 0; i < all.n; i++) {
@@ -5494,7 +5498,7 @@ static Value chosen(Template *t, Str f, Value v, Value attribute, Value name, Li
     return (Value){.kind = V_GENERATOR, .list = l};
 }
 
-// What a filter, method or function returns; a: its arguments. Inlined, it would take more stack.
+// The result of a filter, method or function of arguments a. Inlined, it would take more stack.
 __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     Value v = a[0], none = {.kind = V_NONE};
     List l = {0};
@@ -5555,19 +5559,19 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
 
 // ---- its parser
 //
-// A rule lists what follows one another: 'x' is a word or sign, `x` one that gets a node, * any
-// number, ? none or one, | or else, and a name another rule, which gets a node with what it found
-// as children. A rule up to `atom` that finds one thing is that thing: 1 is a number, no sum of one
-// product. A block also reads the {% of the tag that ends it. READERS has a function for each rule
-// from `name` to `wrong`. The first word decides: a tag that begins as a rule says, and goes on
-// otherwise, becomes `wrong`, a node that is an error when it is evaluated: many such stand in
-// branches that no chat reaches.
+// A rule lists items that follow one another. 'x' is a word or sign, and `x` one that gets a node.
+// A name is another rule, and the node of that rule gets the nodes it finds as children. * is any
+// number, ? none or one, | or else. A rule up to `atom` that finds one thing is that thing: 1 is a
+// number, not a sum of one product. A block also reads the {% of the tag that ends it. READERS has a
+// function for each rule from `name` to `wrong`. The first word of a tag decides on its rule. A tag
+// that does not go on as its rule says becomes the node `wrong`, which is an error only when it is
+// evaluated, because many such tags stand in branches that no chat reaches.
 //
-// {% if x %}{{ x|upper }}{% endif %} becomes this tree, children to the right of their node:
-//   block - statement - if - name x                  eval looks x up, and if that is true
-//                         |- block - print - unary   joins the texts of what the block prints:
-//                                            |- name x                 x, looked up again, of
-//                                            |- filter - name upper    which `suffixed` makes X
+// {% if x %}{{ x|upper }}{% endif %} becomes this tree, with children to the right of their node:
+//   block - statement - if - name x                  eval looks x up; if it is true, eval
+//                         |- block - print - unary   joins the texts that the block prints:
+//                                            |- name x                 x is looked up again, and
+//                                            |- filter - name upper    `suffixed` makes X of it
 #define GRAMMAR(X) \
     X(tuple, "value (`,` value?)*") X(value, "or ('if' or ('else' value)?)?") \
     X(or, "and (`or` and)*")        X(and, "not (`and` not)*") \
@@ -5623,8 +5627,8 @@ static Str tag_name(const char *tag) {   // the name behind {% or {{
     return name_at(skip_space(tag + 2 + (tag[2] == '-' || tag[2] == '+')));
 }
 
-// Reads the end of a tag, such as -%}, and the white space that goes with it: all behind -, and
-// behind a comment or a statement but raw one newline.
+// Reads the end of a tag, such as -%}, and the white space that it takes: a - takes all, and a
+// comment or a statement (but raw) takes one newline.
 static bool read_end(Template *t, char close) {
     const char *p = t->p;
     size_t sign = *p == '-' || (*p == '+' && close != '}');
@@ -5636,10 +5640,10 @@ static bool read_end(Template *t, char close) {
     return true;
 }
 
-// Reads a word or sign; the beginning of a tag with its sign.
+// Reads a word or sign. If it begins a tag, such as {%, reads the tag's - or +, too.
 static bool read_word(Template *t, Str word) {
     bool tag = word.n == 2 && *word.s == '{';
-    if (tag && t->p != t->tag_end) return false;   // within another one
+    if (tag && t->p != t->tag_end) return false;   // within another tag
     t->p = skip_space(t->p);
     if (word.n == 2 && word.s[1] == '}') return read_end(t, *word.s);
     const char *end = t->p + word.n;
@@ -5654,9 +5658,9 @@ static bool begins_tag(const char *p, bool raw) {   // does a tag end a text her
     return raw ? p[1] == '%' && str_eq(tag_name(p), "endraw") : strchr("{%#", p[1]) != 0;
 }
 
-// Reads a comment, of which nothing is left, or text up to the next tag, behind raw up to endraw.
-// That tag takes the white space in front of it: with - all, and a statement or comment without +
-// what its line begins with.
+// Reads a comment, which becomes an empty text, or text up to the next tag (in raw: up to endraw).
+// That tag takes white space in front of it: a - takes all, and a statement or comment without +
+// takes the white space that begins its line.
 static bool read_text(Template *t, Value *v) {
     const char *start = t->p, *end = start, *line;
     if (start != t->tag_end) return false;   // within a tag
@@ -5678,7 +5682,7 @@ static bool read_text(Template *t, Value *v) {
     return end > start;
 }
 
-// Reads on to the end of a tag that cannot be read, or is not known; but of none that ends a block.
+// Reads on to the end of a tag that is unknown or cannot be read, unless the tag ends a block.
 static bool read_wrong(Template *t, Value *v) {
     const char *place = t->p;
     Str name = tag_name(t->tag_end);
@@ -5691,7 +5695,7 @@ static bool read_wrong(Template *t, Value *v) {
     return true;
 }
 
-// Reads what stands between quotes, also in several strings side by side.
+// Reads a string in quotes, or several side by side, which are one.
 static bool read_string(Template *t, Value *v) {
     static const char letters[] = "abfnrtv\\'\"\n", meant[] = "\a\b\f\n\r\t\v\\'\"";
     const char *start = t->p;
@@ -5729,7 +5733,7 @@ static bool read_name(Template *t, Value *v) {   // which is none of the words b
     return true;
 }
 
-// Each reads one thing, gives it or its text in *v, and returns false where it is not here.
+// Each reads one thing into *v; false: it is not here.
 static bool (*const READERS[])(Template *, Value *) = {
     read_name, read_string, read_number, read_text, read_wrong};
 
@@ -5743,8 +5747,8 @@ static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     return n + 1;
 }
 
-// Reads one item of n characters of grammar. Its node goes to *at, which is then where the next one
-// goes. False: it is not here, and nothing has been read; or it begins here, and t->stuck.
+// Reads one item of n characters of grammar. Its node goes to *at, and *at moves to the place of
+// the next node. False: the item is not here, and nothing is read; or it begins here, and t->stuck.
 static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
     if (t->stuck && strncmp(g, "wrong", n)) return false;
     if (*g == '(') return read_choice(t, g + 1, at);
@@ -5766,11 +5770,11 @@ static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
     return true;
 }
 
-// Reads the first that fits of the alternatives at g, up to a closing bracket or the end.
+// Reads the first alternative at g that fits; they end with a closing bracket or the text's end.
 static bool read_choice(Template *t, const char *g, Node ***at) {
     Node **start = *at;
     for (;; g += 2) {   // behind "| "
-        bool fits = true, begun = false;   // all items so far are here; one has been read
+        bool fits = true, begun = false;   // all items so far are here; an item has been read
         while (*g && *g != '|' && *g != ')') {
             size_t n = item_length(g);
             bool found = fits && read_item(t, g, n, at);
@@ -5792,7 +5796,7 @@ static bool read_choice(Template *t, const char *g, Node ***at) {
 //
 // The template has a scope of names, and so has each turn of a loop, each call of a macro and each
 // block whose text is captured. A name is set in the innermost scope and looked up from there
-// outwards: what a loop sets is gone behind it. A macro sees the scope where it stands.
+// outwards, so a name that a loop sets is gone behind it. A macro sees the scope where it stands.
 
 static Value eval(Template *t, const Node *n);
 
@@ -5827,8 +5831,9 @@ static Value look_up(Template *t, Value name) {
     return is(name.s, FUNCTIONS) ? *entry(t, t->builtins, name) : undefined_value(name.s);
 }
 
-// Calls a macro, whose value is what it prints, or a builtin. The parameters take what is given by
-// place, or else by name, or else their default. A namespace, which has none, keeps all names.
+// Calls a macro, whose value is the text that it prints, or a builtin. A parameter is the argument
+// in its place, or else the argument of its name, or else its default. A namespace has no
+// parameters: it keeps all names.
 static Value call(Template *t, Value f, Args a) {
     const Macro *m = must_be(t, f, V_MACRO).macro;
     Dict *scope = t->scope, *own = t->scope = new_dict(t, m->scope);
@@ -5880,7 +5885,7 @@ static Args arguments(Template *t, const Node *args) {   // of a call; NULL: non
     return a;
 }
 
-// v with what stands behind it: .x .x(y) [1] [1:2] [::-1] (x) | f or is f
+// v with one of these behind it: .x .x(y) [1] [1:2] [::-1] (x) |f is f
 static Value suffixed(Template *t, Value v, const Node *n) {
     const Node *k = n->first, *args = child(n, R_args), *name = child(n, R_name);
     const Node *to = child(n, R_bound);
@@ -5920,7 +5925,8 @@ static Value eval_chain(Template *t, const Node *n) {
     return v;
 }
 
-// Sets one target to v, or several to the items of v; a target is x, namespace.x or (targets).
+// Sets one target to v, or several targets to the items of v. A target is x, namespace.x or
+// (targets).
 static void assign(Template *t, const Node *targets, Value v) {
     List items = targets->first->next ? items_of(t, v) : (List){&v, 1};
     size_t i = 0;
@@ -5934,15 +5940,16 @@ static void assign(Template *t, const Node *targets, Value v) {
     if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
 }
 
-static Value captured(Template *t, const Node *block) {   // what it prints, with names of its own
+static Value captured(Template *t, const Node *block) {   // its text; the block gets its own scope
     t->scope = new_dict(t, t->scope);
     Value v = eval(t, block);
     t->scope = t->scope->outer;
     return v;
 }
 
-// Each turn has its own names. The test goes first, as the loop knows its length. t->flow, break or
-// continue, stops every block up to the loop. Inlined, this would double the stack that eval takes.
+// Each turn has a scope of its own. All items are tested first, because the loop knows its length.
+// A break or continue in t->flow stops every block up to the loop. Inlined, this function would
+// double the stack that eval takes.
 __attribute__((noinline)) static Value run_for(Template *t, const Node *n) {
     const Node *targets = n->first, *test = child(n, R_cond), *body = child(n, R_block);
     List all = items_of(t, eval(t, targets->next)), items = test ? (List){0} : all;
@@ -6036,7 +6043,7 @@ static Value eval(Template *t, const Node *n) {
     return v;
 }
 
-// Adds a message. Its content is a text, or a list of one part: see template_render.
+// Adds a message whose content is a text, or a list of one part (see template_render).
 static void push_message(Template *t, List *messages, const ChatMessage *m, bool parts) {
     Dict *message = new_dict(t, NULL), *part = new_dict(t, NULL);
     Value content = string_value(concat(t, NOTHING, m->content));
@@ -6051,7 +6058,7 @@ static void push_message(Template *t, List *messages, const ChatMessage *m, bool
     push(t, messages, dict_value(message));
 }
 
-// Reads the template, sets what it sees, and runs it. False: it stopped, and e says why.
+// Reads the template, sets the names that it sees, and runs it. False: it stopped, and e says why.
 static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
                          int think, bool parts, Rendered *out) {
     t->stack = __builtin_frame_address(0);
@@ -6093,10 +6100,10 @@ void rendered_free(Rendered *r) {
     *r = (Rendered){0};
 }
 
-// Renders a conversation. bos, eos: texts of these tokens, or ""; think: what enable_thinking and
-// thinking are, -1: undefined. False: e says why, and out is empty. Some templates print content
-// only if it is a list of parts, {"type": "text", "text": ..}, which no file says. So two trials
-// render "Hello", whose bytes are marked where they are printed: content is a list if only that is.
+// Renders a conversation. bos and eos are the texts of these tokens, or ""; think is the value of
+// enable_thinking and thinking (-1: undefined). False: e says why, and out is empty. Some templates
+// print content only if it is a list of parts, {"type": "text", "text": ..}, and no file says so.
+// So two trials render "Hello" as a text and as a list, and look for its marked bytes.
 bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
                      Str eos, int think, Rendered *out, Error *e) {
     static const ChatMessage said = {{"user", 4}, {"Hello", 5}};
@@ -6110,7 +6117,7 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
     *out = (Rendered){0};
     if (!t.block) return fail(e, "out of memory");
     for (int parts = 0; parts < 2 && !shows[0]; parts++) {
-        Template trial = t;   // in the same block: what it leaves there is overwritten
+        Template trial = t;   // it uses the same block, which is then overwritten
         shows[parts] = template_run(&trial, template, &said, 1, bos, eos, think, parts, out) &&
                        memchr(out->mark, FOREIGN, out->n);
     }
@@ -9391,7 +9398,7 @@ static bool start_session(Cli *cli) {
     cli->s.on_chunk = on_chunk;
     cli->s.ctx = cli;
     size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows;   // of pool_row
-    size_t room = larger(wide * 2 * sizeof(double), m->tokenizer->piece_max);
+    size_t room = larger(wide * 2 * sizeof(double), m->tokenizer->detokenize_max);
     if (cli->bench.id || cli->info) room = (size_t)SLICES * SLICE;
     room = (room + 16383) / 16384 * 16384;
     cli->work = aligned_alloc(16384, room);   // whole pages, for a GPU to share
