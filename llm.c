@@ -4912,15 +4912,15 @@ static void tokenizer_close(Tokenizer *t) {
 //
 // A template is a program in a model's file that writes a conversation as the model wants it. Its
 // language is Jinja as Hugging Face sets it up, with trim_blocks, lstrip_blocks and loop controls.
-// This interpreter prints the same bytes as Python's, and knows all that published templates use
-// in a chat. Anything else is an error that names it, once it is reached. The parser tries the rules
+// This interpreter prints the same bytes as Python's, and knows all that published templates use in
+// a chat. Anything else is an error that names it, once it is reached. The parser tries the rules
 // of GRAMMAR on the source and makes a tree of nodes; `eval` turns a node into its value, which for
 // a statement is the text that it prints.
 //
-// All memory is one block. Each byte of the block has another one in its shadow, FOREIGN if the byte
-// came from a message that the model did not write. Only `concat` copies text, and it copies the
-// shadow, too, so the marks stay with the bytes. A text never changes, so a part of it is a view.
-// An error leaves by longjmp. Stack, steps and memory have limits, so every template ends.
+// All memory is one block. Its shadow has another byte for each byte, FOREIGN if that byte came
+// from a message that the model did not write. Only `concat` copies text, and it copies the shadow,
+// too, so the marks stay with the bytes. A text never changes, so a part of it is a view. An error
+// leaves by longjmp. Stack, steps and memory have limits, so every template ends.
 
 typedef struct { Str role, content; } ChatMessage;
 
@@ -5560,9 +5560,9 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
 // ---- its parser
 //
 // A rule lists items that follow one another. 'x' is a word or sign, and `x` one that gets a node.
-// A name is another rule, and the node of that rule gets the nodes it finds as children. * is any
-// number, ? none or one, | or else. A rule up to `atom` that finds one thing is that thing: 1 is a
-// number, not a sum of one product. A block also reads the {% of the tag that ends it. READERS has a
+// A name is another rule, whose node gets the nodes of its items as children. * is any number, ?
+// none or one, | or else. A rule up to `atom` that finds one thing is that thing: 1 is a number,
+// not a sum of one product. A block also reads the {% of the tag that ends it. READERS has a
 // function for each rule from `name` to `wrong`. The first word of a tag decides on its rule. A tag
 // that does not go on as its rule says becomes the node `wrong`, which is an error only when it is
 // evaluated, because many such tags stand in branches that no chat reaches.
@@ -6129,40 +6129,38 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 
 // ==== Part V: speed =============================================================================
 //
-// Nearly all time goes into matrix products. One token (decode) reads every weight and uses it
-// once: memory sets the speed, if codes turn into products fast enough. A chunk (prefill) uses each
-// weight n times: panels of weights are decoded once, stay in the cache and meet all tokens of the
-// chunk. Weights of block formats meet activations that are rounded to int8, with a scale per 32,
-// so that one instruction multiplies up to 64 bytes; float weights meet float activations. (In
-// prefill all become sums of bf16 with AMX, and floats without dot_bytes.) The number of threads
-// never changes a sum.
+// Nearly all time goes into matrix products. For one token (decode) a product reads every weight
+// and uses it once; for a few tokens it uses each weight a few times. Then memory sets the speed,
+// if the decoding of the weights keeps up. For a chunk (prefill) each weight is used n times, so
+// panels of weights are decoded once, stay in the cache and meet all tokens. Block formats meet
+// activations rounded to int8, with a scale per 32, because one instruction multiplies up to 64
+// bytes; float weights meet float activations. (In prefill AMX takes sums of bf16 for all of them,
+// and a CPU without fast products of bytes takes floats.) The number of threads never changes a
+// sum.
 //
-// Out go functions behind Part I's prototypes, above all matmul and attention. In come the vectors
-// of section 17.
-//
-//   26 the machine     CPUs, clock, terminal, e^x, prefetching
+//   26 the machine     CPUs, clock, terminal, prefetching; sums, e^x and soft caps of rows
 //   27 threads         the pool; with LLM_PLAIN, Part I's plain loops in place of sections 28 to 37
-//   28 vectors         the few words in which CPUs differ          29 products of a few tokens
+//   28 instructions    the few in which CPUs differ        29 products of a few tokens
 //   30 tiles           products of many tokens: the idea, and an example
 //   31 the float tile  32 the int8 tile    33 matmul, which cuts products into tasks
 //   34 attention       35 of many queries  36 of a few queries, with an example
 //   37 AMX             one more tile, and one more attention, for the CPUs that have it
 //   38 the GPU         metal.c, or functions that say that there is none
-//   39 candidates      the sampler's sorting   40 guesses         several tokens in one pass
+//   39 candidates      the sampler's sorting               40 guesses, several tokens in one pass
 // Read 27, 30 and 33 first, then 34 and 36; 28, 29, 31, 32 and 35 are their inner loops.
 //
-// A group is 32 consecutive weights or activations (of heads, those that share a KV head), half of
-// one 16; a strip is some rows of a matrix, a batch some of the tokens that meet it, a block of the
-// cache some of its rows. `first` and `last` are the numbers of a range's first and last one.
+// A group is 32 consecutive weights or activations, and half a group 16. A strip is some rows of a
+// matrix, a batch some of the tokens that meet it, and a block of the cache some of its rows.
 
 #include <pthread.h>
 #include <stdatomic.h>
-#define UNUSED __attribute__((unused))   // here, or in some builds
+#define UNUSED __attribute__((unused))   // in some builds
 
 // ---- 26. the machine ----
 
-// Returns how many CPUs a container lets this process use, at most n: the process's group, or one
-// around it, may have a quota of time in each period. root: "", but in tests
+// Returns the number of CPUs, at most n, that a container lets this process use: the process's
+// group, or a group around it, may have a quota of time in each period. Only tests have a root
+// other than "".
 static UNUSED int within_quota(const char *root, int n) {
     static const char *const files[] = {"cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"};
     char group[PATH_MAX], path[2 * PATH_MAX];
@@ -6223,8 +6221,9 @@ static UNUSED void show_progress(const char *text) {
     fprintf(stderr, "\r%*s\r%.*s", width, "", width, text);
 }
 
-// Adding 1.5 * 2^23 to a float leaves no bits for a fraction. If |x| is less than 2^22, x + ROUNDER
-// is ROUNDER plus x rounded to an integer, and its bits are ROUNDER_BITS plus that integer.
+// A float as large as ROUNDER, 1.5 * 2^23, has no bits for a fraction. If |x| is less than 2^22, x
+// + ROUNDER is ROUNDER plus x rounded to an integer, and its bits are ROUNDER_BITS plus that
+// integer.
 static const float ROUNDER = 12582912.0f;
 enum { ROUNDER_BITS = 0x4b400000 };
 
@@ -6237,7 +6236,7 @@ static inline float exp_fast(float x) {
     int32_t bits;
     memcpy(&bits, &y, sizeof bits);
     bits -= ROUNDER_BITS;
-    float i = bits;   // y - ROUNDER, also where a CPU computes with 80 bits
+    float i = bits;   // y - ROUNDER would be wrong on a CPU that computes with 80 bits
     float r = x - i * 0.693145752f - i * 1.42860677e-6f;   // ln 2: i times the first is exact
     float p = 1 + r * (1 + r * (0.5f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f +
               r * (1 / 720.0f + r * (1 / 5040.0f)))))));
@@ -6246,6 +6245,7 @@ static inline float exp_fast(float x) {
     return p * y;
 }
 
+// the sum of x - mean, or of its square, in 16 lanes that become vectors
 static float sum16(const float *x, int n, float mean, bool squares) {
     float lane[16] = {0}, sum = 0;
     int i = 0;
@@ -6259,8 +6259,8 @@ static float sum16(const float *x, int n, float mean, bool squares) {
     return sum;
 }
 
-// x = cap * tanh(x / cap): a logit cannot leave -cap .. cap. tanh(y) is 1 - 2 / (e^(2y) + 1), but
-// near 0 that difference would have few digits: there its Taylor series is taken.
+// x = cap * tanh(x / cap), so that a logit cannot leave -cap .. cap. tanh(y) is 1 - 2 / (e^(2y) +
+// 1), a difference that would have few digits near 0; there its Taylor series is used.
 static void soft_cap(float *x, size_t n, float cap) {
     for (size_t i = 0; i < n; i++) {
         float y = x[i] / cap, z = y * y;
@@ -6270,12 +6270,13 @@ static void soft_cap(float *x, size_t n, float cap) {
     }
 }
 
-// Weights are prefetched. A core's L1 has some 16 requests of 64 bytes in flight, 10 GB/s at 100 ns
-// each; L2 has 48. So L2 fetches from memory far ahead of the reader; L1 from L2 shortly before.
+// Weights are prefetched. L1 can have some 16 requests of 64 bytes in flight, which is 10 GB/s at
+// 100 ns each, and L2 48. So L2 fetches from memory far ahead of the reader, and L1 from L2 shortly
+// before.
 #if defined(__AMX_TILE__) || defined(__AMXTILE__)   // gcc, clang
-enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes: the fastest on a Xeon
+enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes; these are the fastest on a Xeon
 #else
-enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // the fastest on a Zen 4
+enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // these on a Zen 4
 #endif
 INLINE void prefetch_l2(const void *p, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
@@ -6289,21 +6290,21 @@ INLINE void prefetch_ahead(const void *p, int bytes) {
 //
 // parallel shares n tasks between the caller and the pool's workers. `left` starts at n. A thread
 // claims k tasks by subtracting k: if `left` was i > 0, it runs tasks n - i .. n - i + k - 1 (up to
-// n - 1); if `left` was 0 or less, nothing is left to claim. A thread claims many while many are
-// left, because after each claim all other cores fetch the counter anew, which takes 100 ns.
-// `running` counts the tasks that are not finished. parallel returns when it is 0, and only then
-// can the next call overwrite fn and task: a thread that has claimed a task reads its own call's.
-// A worker that wakes up late claims nothing and writes nothing, so nobody waits for it. A thread
+// n - 1); if `left` was 0 or less, nothing is left to claim. A thread claims many tasks while many
+// are left, because all other cores fetch the counter anew after each claim, which takes 100 ns.
+// `running` counts the tasks that are not finished. parallel returns when it is 0. Only then can
+// the next call overwrite fn and task, so a thread that has claimed a task reads its own call's. A
+// worker that wakes up late claims nothing and writes nothing, so nobody waits for it. A thread
 // that waits spins for 200 us before it sleeps, because waking it takes long.
 
-enum { LINE_PAIR = 128 };        // bytes; what is so far apart never shares a cache line
+enum { LINE_PAIR = 128 };        // bytes: numbers so far apart never share a cache line
 struct Pool {
     int threads;
     bool amx;                    // AMX's tile registers are ours to use
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    TaskFn *fn;                  // what this call of parallel runs
-    Task task;                   // its ctx; its i is how many tasks there are
+    TaskFn *fn;                  // of this call of parallel
+    Task task;                   // its ctx; i is the number of tasks
     char before_left[LINE_PAIR];
     atomic_int left;             // tasks that nobody has claimed; may fall below 0
     char before_running[LINE_PAIR];
@@ -6315,8 +6316,8 @@ struct Pool {
     pthread_t thread[];          // [threads - 1]
 };
 
-// A process must ask for AMX's registers (amx_allow: may it use them?). They are set up before a
-// thread's tasks and released after them (amx_use), because they slow down context switches.
+// A process must ask Linux for AMX's registers (amx_allow). They are set up before a thread's tasks
+// and released after them (amx_use), because they slow down context switches.
 #if defined(SIMD_VNNI) && defined(__AVX512BF16__) && defined(__linux__) && \
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
 #define SIMD_AMX
@@ -6327,8 +6328,8 @@ static bool amx_allow(void) { return false; }
 static void amx_use(UNUSED bool on) {}
 #endif
 
-// A denormal number costs 100 cycles and is nearly 0: workers, and the caller during a call, flush
-// it to 0. cpu_pause, in a loop that waits, leaves more of a core to its other thread.
+// A denormal number costs 100 cycles and is nearly 0, so workers, and the caller during a call,
+// flush it to 0. cpu_pause, in a loop that waits, leaves more of a core to the core's other thread.
 #if defined(__SSE2__)
 #include <immintrin.h>
 static uint64_t fp_mode(void) { return _mm_getcsr(); }
@@ -6372,7 +6373,7 @@ static void pool_work(Pool *p, int thread) {
     if (done && atomic_fetch_sub(&p->running, done) == done) pool_wake(p);
 }
 
-// The caller waits until the last task is finished, a worker until there is something to claim.
+// The caller waits until the last task is finished, a worker until there is a task to claim.
 static bool pool_ready(Pool *p, bool caller) {
     if (caller) return !atomic_load(&p->running);
     return atomic_load(&p->left) > 0 || atomic_load(&p->quit);
@@ -6412,7 +6413,7 @@ static Pool *pool_open(int threads) {
     if (!p) return NULL;
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->wake, NULL);
-    p->amx = amx_allow();   // before there are threads: they inherit the permission
+    p->amx = amx_allow();   // before there are threads, which inherit the permission
     for (p->threads = 1; p->threads < threads; p->threads++) {
         if (pthread_create(&p->thread[p->threads - 1], NULL, pool_thread, p) == 0) continue;
         pool_close(p);
@@ -6446,14 +6447,14 @@ static void run_row(Task t) {
     r->fn(r->s, r->arg, t.i);
 }
 
-// To learn how much scratch it takes, forward also runs dry, without buffers: then only matmul and
-// attention do something, because they count.
+// forward also runs dry, without buffers, to learn how much scratch it takes. Then only matmul and
+// attention do something: they count.
 static void each_row(Session *s, RowFn *fn, const void *arg, int n) {
     if (s->op_scratch.base) parallel(s->pool, run_row, &(RowTask){s, fn, arg}, n);
 }
 
 #ifdef LLM_PLAIN
-// Part I's definitions do the work: slowly, but in place of sections 28 to 37
+// Part I's plain loops do the work of sections 28 to 37, slowly
 static void matmul(UNUSED Pool *p, Arena *a, const Matmul *jobs, int k) {
     for (int j = 0; j < k; j++) {
         size_t mark = a->used;
@@ -6475,23 +6476,24 @@ static void narrow(const float *x, int n, uint16_t *to) {
 }
 #else   // LLM_PLAIN leaves out sections 28 to 37, some 1,500 lines
 
-// ---- 28. vectors ----
+// ---- 28. instructions ----
 //
-// Loops below are written once for all CPUs, in plain C on compiler vectors as wide as theirs: vf
-// has LANES floats, vi as many int32, vb and vub four bytes in each lane. `a + b * c` is one or two
-// instructions for 4, 8 or 16 numbers. Few words need intrinsics, of which these, for AVX-512 VNNI,
-// AVX2 with and without VNNI, NEON with and without dot products of bytes; others get plain C:
+// The loops below are written once for all CPUs, in plain C on vectors as wide as the CPU's: vf has
+// LANES floats, vi as many int32, and vb and vub have four bytes in each lane. `a + b * c` is one
+// or two instructions for 4, 8 or 16 numbers. Few functions need intrinsics, of AVX-512 VNNI, AVX2
+// with or without VNNI, NEON with or without products of bytes; other CPUs get plain C. INT8_TILE
+// says that products of bytes are faster than products of floats also for many tokens.
 //   dot_bytes   adds four products of bytes, w[0..3] * x[0..3], to each lane. VNNI takes w as
-//               unsigned: CODE_BIAS is added to signed codes. AVX2's vpmaddubsw adds pairs of
-//               unsigned times signed bytes in 16 bits; |w| times x with the sign of w is the same
-//               product and fits: a pair is at most 2 * 128 * 127
-//   dot_pairs   the same for small unsigned codes if PAIRS: adds a run of products, the first of
-//               which `begins` it, in 16 bits and widens them once: mostly 2 instructions, not 5
+//               unsigned, so CODE_BIAS is added to signed codes. AVX2's vpmaddubsw adds pairs of
+//               unsigned times signed bytes in 16 bits, so it gets |w| and x with the sign of w:
+//               the product is the same, and a pair, at most 2 * 128 * 127, fits
+//   dot_pairs   does the same for small unsigned codes if PAIRS is set. It adds a run of products,
+//               from `begins` to `ends`, in 16 bits and widens the sum once, mostly in 2
+//               instructions where dot_bytes has 5
 //   dot_scaled  scales a dot product that began at ROUNDER_BITS. ROUNDER times the scale of any
-//               format is exact: one multiply-add takes it off and rounds once, as two steps would
+//               format is exact, so one multiply-add takes it off and rounds once
 //   evens, odds give both lanes of a pair its first or its second number
-//   pair_sums   the sums of a's pairs, then of b's
-// INT8_TILE: products of bytes are faster than products of floats for many tokens, too.
+//   pair_sums   returns the sums of a's pairs, then of b's
 
 #define BY_LANES(at_16, at_8, at_4) (LANES == 16 ? (at_16) : LANES == 8 ? (at_8) : (at_4))
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
@@ -6619,15 +6621,17 @@ static void narrow(const float *x, int n, uint16_t *to) {
 
 // ---- 29. products of a few tokens ----
 //
-// token_pack rounds the activations to TokenActs; then the matvec function of the weights' format,
+// token_pack rounds the activations to TokenActs. Then the matvec function of the weights' format,
 // which matmul finds in `formats`, decodes 256 weights at a time and adds their products (dot256).
-// Up to FEW tokens meet the same decoded weights. Each has sums of its own, added in the order that
-// they would have if it were alone: so a token's numbers do not depend on how many there are.
+// Up to FEW tokens meet the same decoded weights. Each token has sums of its own, added in the
+// order that they would have if it were alone, so its numbers do not depend on how many tokens
+// there are.
 
-// Rounds 32 floats to int8 codes q = x / d and returns d, rounded to f16 as in ggml; sum gets the
-// sums of the first 16 codes, of the other 16, and of all. Positive floats have the order of their
-// bits, and adding ROUNDER leaves the nearest integer in the low bits: compilers turn these integer
-// loops into vector code. lo and hi are unsigned because a NaN's bits overflow.
+// Rounds 32 floats to int8 codes q = x / d and returns d, rounded to f16 as in ggml. `sum` gets the
+// sums of the first 16 codes, of the other 16 and of all. Positive floats have the order of their
+// bits, and adding ROUNDER leaves the nearest integer in the low bits, so these are loops of
+// integers, which compilers turn into vector code. lo and hi are unsigned because a NaN's bits
+// overflow.
 static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
     int32_t bits[32], top = 0;
     float most, y[32];
@@ -6650,8 +6654,8 @@ static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
 }
 
 // 256 activations of one token, in 8 groups of 32. q[k][g][j] is the code of number 8 k + j of
-// group g: decoders put the codes of weights in the same order. d[2 g + half] is the scale of half
-// a group, s[2 g + half] the scale times the sum of its 16 codes.
+// group g, because decoders put the codes of weights in that order. d[2 g + half] is the scale of
+// half a group, and s[2 g + half] is that scale times the sum of the half's 16 codes.
 typedef struct { int8_t q[4][8][8]; float d[16], s[16]; } TokenActs;
 
 static void token_pack(UNUSED const Matrix *w, const float *x, int count, UNUSED int token,
@@ -6670,12 +6674,12 @@ static void token_pack(UNUSED const Matrix *w, const float *x, int count, UNUSED
     }
 }
 
-// decodes 256 weights d q + m, ordered as in TokenActs: q[256], d[16], m[16]; restrict lets
+// decodes 256 weights d q + m, ordered as in TokenActs, to q[256], d[16], m[16]; restrict lets
 // compilers read b once
 #define DECODE_ARGS const uint8_t *restrict b, int8_t *q, float *d, float *m
 typedef void DecodeFn(DECODE_ARGS);
-// rows r .. end-1 of a job's out, but for scale and bias, for its n <= FEW tokens; x: TokenActs
-// [n][cols/256] for block formats, else the job's x
+// computes rows r .. end-1 of out, without the matrix's scale and bias, for the job's n <= FEW
+// tokens; x is TokenActs [n][cols/256] for block formats, else the job's x
 #define MATVEC_ARGS const Matmul *job, const void *x, int64_t r, int64_t end
 typedef void MatvecFn(MATVEC_ARGS);
 
@@ -6683,8 +6687,9 @@ typedef struct {
     MatvecFn *matvec;
     int bytes;                 // of 256 weights
     bool block;                // not floats
-    bool per16, offsets;       // d and m of each 16 weights, not 32; m is not always 0
-    int bias;                  // makes signed codes unsigned
+    bool per16;                // each 16 weights have a d and m, not each 32
+    bool offsets;              // m is not always 0
+    int bias;                  // code + bias is never negative; 0 if there are offsets
     int max_pairs;             // longest run that dot_pairs may add; 0: use dot_bytes
 } Format;
 
@@ -6698,15 +6703,15 @@ static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
 
 // Adds the products of 256 weights, decoded from b, and of each token's activations acts[t][at] to
 // the lanes of sums[t][0]. In the order of TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold
-// numbers 8 k .. 8 k + 7 of group g, four in each lane. So a lane meets one group only, and its
+// numbers 8 k .. 8 k + 7 of group g, four in each lane. So a lane meets one group only: its
 // products for k = 0..3 are added as integers, then converted and scaled once. With a scale per 16
-// weights (per16) this is done twice: for k = 0, 1 with the scale of the group's first half, for
-// k = 2, 3 with that of its second.
+// weights (per16) this is done twice, for k = 0, 1 with the scale of the group's first half, for k
+// = 2, 3 with that of its second half.
 //
-// A weight d q + m also adds m times its activation: sums[t][1] collects m times the known sums of
-// activations. Formats without m have signed codes. Where products take unsigned ones, `bias` is
-// added to the codes, sums[t][1] collects d times the sums, and block_matvec takes off `bias` times
-// that.
+// sums[t][1] collects what the codes do not say. A weight d q + m adds m times its activation, so
+// it collects m times the known sums of activations. If a format's codes are signed, but the
+// products take unsigned ones, `bias` is added to the codes; then sums[t][1] collects d times the
+// sums, and block_matvec subtracts `bias` times that.
 INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int tokens,
                    const TokenActs *const *acts, size_t at, vf sums[][2]) {
     int8_t q[256] __attribute__((aligned(64)));
@@ -6736,8 +6741,8 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int toke
     }
 }
 
-// Sums lanes, LANES rows at once, as it costs as much as 256 weights: sums [n][LANES] keep their
-// vectors until row i fills them or is the last. Tokens of out lie `step` floats apart.
+// Sums lanes of LANES rows at once, because that costs as much as 256 weights. sums [n][LANES] keep
+// the rows' vectors until row i fills them or is the last. Tokens of out lie `step` floats apart.
 INLINE void put_sums(vf sums[][LANES], int n, int64_t i, int64_t rows, float *out, size_t step) {
     int last = i % LANES;
     if (last + 1 < LANES && i + 1 < rows) return;
@@ -6747,7 +6752,8 @@ INLINE void put_sums(vf sums[][LANES], int n, int64_t i, int64_t rows, float *ou
     }
 }
 
-// tokens: job->n or more, whose sums are not used; a constant, so that sums stay in registers
+// `tokens` is a constant, so that sums stay in registers. It is job->n or more; then copies of the
+// last token fill up, and their sums are not used.
 INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_ARGS) {
     int64_t cols = job->w->cols, step = (cols + 255) / 256;
     int bytes = f->bytes, n = job->n;
@@ -6786,8 +6792,8 @@ INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_A
     }
 }
 
-// four sums at a time: an addition takes four cycles, and those to one sum wait for one another.
-// Two vectors go to each sum before the next token's turn.
+// A row has four sums, because an addition takes four cycles and additions to one sum wait for one
+// another. Two vectors go to each sum before the next token's turn.
 INLINE void float_matvec(vf load(const void *), int size, int n, MATVEC_ARGS) {
     enum { STEP = 8 * LANES };
     int64_t cols = job->w->cols, count;
@@ -6796,7 +6802,7 @@ INLINE void float_matvec(vf load(const void *), int size, int n, MATVEC_ARGS) {
     uint8_t last[4 * STEP] = {0};      // the end of a row, with zeros behind
     float edge[FEW][STEP] = {{0}};     // and its activations
     int64_t i = 0;
-    bool pairs = LANES == 4 && n == 1 && cols % STEP == 0;   // of rows, which share the loads of x
+    bool pairs = LANES == 4 && n == 1 && cols % STEP == 0;   // two rows share the loads of x
     for (; pairs && i + 1 < end - r; i += 2, w += cols * size) {
         vf sum[2][4] = {{{0}}};
         for (int64_t k = 0; k < cols; k += STEP, w += STEP * size) {
@@ -6850,7 +6856,7 @@ INLINE void few_matvec(DecodeFn *decode, const Format *f, MATVEC_ARGS) {
     else block_matvec(decode, f, FEW, job, x, r, end);
 }
 
-// Each format has a function of its own: decoder, load and Format are constants in what is inlined.
+// Each format has a function of its own, in which its decoder, load and Format are constants.
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
     INLINE void unpack_##name(DECODE_ARGS) { decode_##name((const void *)b, 0, 8, q, d, m); }      \
     static void matvec_##name(MATVEC_ARGS) {                                                       \
@@ -6862,7 +6868,7 @@ static void matvec_f32(MATVEC_ARGS) { floats_matvec(load_f32, 4, job, x, r, end)
 static void matvec_f16(MATVEC_ARGS) { floats_matvec(load_f16, 2, job, x, r, end); }
 static void matvec_bf16(MATVEC_ARGS) { floats_matvec(load_bf16, 2, job, x, r, end); }
 
-// A pair is at most 254 times the largest code, which is at most twice the bias or, without one,
+// A pair is at most 254 times the largest code. That is at most twice the bias, or, without a bias,
 // below 2^bits of a weight in the file. 16 bits hold 8 * 254 * 16, 4 * 254 * 32 and 2 * 254 * 64.
 #define TOP_CODE(bias, bits) (bias ? 2 * bias : 1 << (bits))
 #define MAX_PAIRS(top) (!PAIRS ? 0 : (top) <= 16 ? 8 : (top) <= 32 ? 4 : (top) <= 64 ? 2 : 0)
@@ -6882,19 +6888,19 @@ static const Format formats[64] = {
 //
 // out [n][rows] is computed in tiles of some tokens times 16 or 32 rows, whose sums stay in
 // registers. Rows lie across the lanes and activations are broadcast, so no lanes are added up. A
-// task has a strip of rows: it decodes `depth` weights of each to panels, which stay in L2 while it
-// multiplies them with all tokens of the chunk, batch by batch; a batch's activations stay in L1
-// meanwhile. Then it takes the next `depth` weights, whose products it adds to out.
+// task has a strip of rows. It decodes `depth` weights of each row to panels, which stay in L2
+// while it multiplies them with all tokens of the chunk, batch by batch, and a batch's activations
+// stay in L1 meanwhile. Then it takes the next `depth` weights and adds their products to out.
 //
-// An example: 40 tokens, 96 rows and 2,048 columns of q4_K, with AVX-512 and two threads. 7 batches
-// of 6 tokens (the last one has 4, and 2 copies) times 2 steps of 1,024 columns are 14 tasks, which
-// call `pack` 6 * 4 times each. 3 strips of 32 rows are 3 tasks. Each does, for weights 0..1023,
-// then 1024..2047: `decode` twice, to panels of 16 rows; then, for each batch, `multiply` for a
-// tile of 32 rows times 6 tokens, 12 sums of 16 floats, and tile_out. Of all 42 tiles 21 overwrite
-// their part of out [40][96], and 21 add to it.
+// An example: 40 tokens, 96 rows and 2,048 columns of q4_K, with AVX-512 and two threads. First 7
+// batches of 6 tokens (the last batch has 4, and 2 copies) times 2 steps of 1,024 columns are 14
+// tasks, which call `pack` 6 * 4 times each. Then 3 strips of 32 rows are 3 tasks. For weights
+// 0..1023, then 1024..2047, each task calls `decode` twice, to panels of 16 rows, and for each
+// batch `multiply`, for a tile of 32 rows times 6 tokens, 12 sums of 16 floats, and tile_out. Of
+// all 42 tiles 21 overwrite their part of out [40][96], and 21 add to it.
 //
-// A Tile is what differs between CPUs and formats. Only its three functions know how packed
-// activations and panels are laid out. The Product that `multiply` gets is one such tile.
+// A Tile is what differs between CPUs and formats: three functions, which alone know how packed
+// activations and panels are laid out. A Product is one tile of products, for `multiply`.
 
 typedef struct {
     const Matmul *job;
@@ -6922,12 +6928,12 @@ static const Tile *amx_tile(const Matrix *w);   // for products by w with AMX: s
 // a panel has TILE rows in VECTORS vectors, a tile of products PANELS panels
 enum { TILE = 16, VECTORS = TILE / LANES, PANELS = BY_LANES(2, 1, 1), MAX_TOKENS = 32 };
 
-// Copies words of 32 bits (a float, four codes or two bf16), `columns` of each of 16 rows, which
-// lie `stride` words apart, to columns of 16. With AVX-512 `columns` is rounded up to whole 4.
+// Copies words of 32 bits (a float, four codes or two bf16), `columns` of them from each of 16
+// rows, to columns of 16. Rows lie `stride` words apart. AVX-512 rounds `columns` up to whole 4.
 #if defined(SIMD_VNNI)
-// Four columns at a time. Vector i gets four words of each of rows i, 4+i, 8+i and 12+i, each row's
-// in 128 bits. Four vectors thus have 4 x 4 words in each 128 bits: two steps of unpacking
-// transpose these, and each vector is a column.
+// Four columns at a time. Vector i gets four words of each of rows i, 4+i, 8+i and 12+i, those of a
+// row in 128 bits. Then 128 bits of the four vectors have 4 x 4 words, which two steps of unpacking
+// transpose, and each vector is a column.
 static void transpose(const void *rows, int stride, int columns, void *to) {
     for (int k = 0; k < columns; k += 4) {
         float *column = (float *)to + TILE * k;
@@ -6955,8 +6961,9 @@ static void transpose(const void *rows, int stride, int columns, void *to) {
 }
 #endif
 
-// Adds sums [PANELS][tokens][16] to out, as far as the job has such rows and tokens; those of the
-// first weights of a row overwrite out. The last ones bring the matrix's scale and bias.
+// Adds sums [PANELS][tokens][16] to out, as far as the job has such rows and tokens. The sums of a
+// row's first weights overwrite out, those of its last weights also bring the matrix's scale and
+// bias.
 static void tile_out(const Product *p, int tokens, const vf *sums) {
     const Matrix *w = p->job->w;
     bool overwrites = p->k == 0, is_last = p->k + p->depth == w->cols;
@@ -6980,17 +6987,17 @@ static void tile_out(const Product *p, int tokens, const vf *sums) {
 
 // ---- 31. the float tile ----
 //
-// It multiplies float weights, and all formats where there is no int8 tile. Attention of many
-// queries uses tile_float for both of its products. (Neither is so with AMX.)
+// The float tile multiplies float weights, and weights of all formats where there is no int8 tile.
+// Attention of many queries uses tile_float for both of its products. (AMX needs neither.)
 
-// As many sums as registers hold beside operands: a multiply-add takes 4 cycles, 2 start in each.
-// Attention's "tokens" are keys of a block, or numbers of a value.
+// A tile has as many sums as registers hold beside operands, because a multiply-add takes 4 cycles
+// and 2 start in each. Attention's "tokens" are keys of a block, or numbers of a value.
 enum { FLOAT_DEPTH = 512, PACKED_TOKENS = BY_LANES(8, 5, 4),
        FLOAT_KEYS = 64, FLOAT_TOKENS = BY_LANES(8, 4, 4) };
 
 // out[i][t][16] = sum over k < depth of w[i][k][16] * x[t * next + k * step], for each panel i and
-// token t; if `adds`, the sums are added to out. Panels of w lie w_size floats apart, those of out
-// out_size, tokens of x `next`.
+// token t; if `adds`, the sums are added to out. Panels of w lie w_size floats apart, panels of out
+// out_size and tokens of x `next`.
 INLINE void tile_float(const float *w, size_t w_size, const float *x, int tokens, size_t next,
                        size_t step, int depth, bool adds, float *out, size_t out_size) {
     vf sum[PANELS][PACKED_TOKENS][VECTORS] = {{{{0}}}};
@@ -7007,7 +7014,7 @@ INLINE void tile_float(const float *w, size_t w_size, const float *x, int tokens
         }
 }
 
-// Packs activations to [cols][PACKED_TOKENS]. As they are, rows that lie a power of two apart would
+// Packs activations to [cols][PACKED_TOKENS]. Unpacked, rows that lie a power of two apart would
 // compete for the same few lines of L1.
 static void float_pack(UNUSED const Matrix *w, const float *x, int count, int token, void *acts) {
     for (int j = 0; j < count; j++) ((float *)acts)[j * PACKED_TOKENS + token] = x[j];
@@ -7034,17 +7041,18 @@ static const Tile float_tile = {.tokens = PACKED_TOKENS, .step = 1024, .depth = 
 
 // ---- 32. the int8 tile ----
 //
-// A dot product starts at the bits of ROUNDER. Seen as a float it then is ROUNDER + dot, so that no
-// integer is converted. For 32 weights of each of LANES rows and one token, dot_bytes is called 8
-// times; a scale takes 2 instructions, an offset 1. A tile has as many rows and tokens as registers
-// hold, with two sums for each vector; on x86 two vectors of rows share the loads of activations.
+// A dot product starts at the bits of ROUNDER, so that, seen as a float, it is ROUNDER + dot, and
+// no integer is converted. For 32 weights of each of LANES rows and one token, dot_bytes is called
+// 8 times; a scale takes 2 instructions, an offset 1. A tile has as many rows and tokens as
+// registers hold, with two sums for each vector; on x86 two vectors of rows share the loads of
+// activations.
 
 enum { INT8_DEPTH = 1024, INT8_TOKENS = BY_LANES(6, 3, 4) };
 
 // the four codes at x, in each lane
 INLINE vi four_codes(const int8_t *x) { return (vi){0} + (int32_t)quant_u32((const uint8_t *)x); }
 
-// dot[t] += products of weights w, four in a lane, and four activations of each token of a batch
+// dot[t] += the products of w, four weights in a lane, with four activations of token t of a batch
 #if defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
 INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[4]) {   // one load for four tokens
     int8x16_t codes = (int8x16_t)w, four = vld1q_s8(x[0]);
@@ -7062,7 +7070,7 @@ typedef struct {                       // a group of activations of a batch
     int8_t q[8][INT8_TOKENS][4];       // codes, four at a time
     float d[INT8_TOKENS];              // scales
     float s[3][INT8_TOKENS];           // d * sum of the first half's codes, the second's, of all
-    int32_t start[3][INT8_TOKENS];     // of their dot products: ROUNDER, less what CODE_BIAS adds
+    int32_t start[3][INT8_TOKENS];     // of their dot products: ROUNDER, less the sums of CODE_BIAS
 } Int8Acts;
 typedef struct {                       // weights of 16 rows
     int8_t q[INT8_DEPTH / 4][TILE][4];   // codes, in the decoders' order
@@ -7082,15 +7090,16 @@ static void int8_pack(UNUSED const Matrix *w, const float *x, int count, int tok
     }
 }
 
-// A bias makes signed codes unsigned. What it adds is taken off by offsets m (for dot_pairs) or by
-// Int8Acts.start (CODE_BIAS). Q2_K has 4-bit scales of codes up to 3: the two are multiplied here,
-// eight codes in a word, and all weights of a block share one scale.
+// A bias makes signed codes unsigned, and its products are subtracted by offsets m (for dot_pairs)
+// or by Int8Acts.start (CODE_BIAS). Q2_K, which has 4-bit scales and codes up to 3, is folded:
+// scale and code are multiplied here, eight codes in a word, and all weights of a block share one
+// scale.
 static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     const Format *f = &formats[w->type];
     Int8Panel *p = panel;
     int bias = f->offsets ? 0 : CODE_BIAS;
     if (f->max_pairs) bias = f->bias;
-    bool folds = !PAIRS && f->per16 && f->offsets;   // Q2_K
+    bool folds = !PAIRS && f->per16 && f->offsets;
     for (int i = 0; i < depth; i += 256) {
         uint64_t q[TILE][32];
         float d[TILE][16], m[TILE][16];
@@ -7112,22 +7121,23 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
     }
 }
 
-// total[i][t][16] = products of panel i with token t of the batch. A group of weights has 1 or 2
-// scales, each of `step` weights, and 0 to 2 offsets. dot_pairs adds `run` words of four codes.
+// total[i][t][16] = the products of panel i with token t of the batch. A group of weights has 1 or
+// 2 `scales`, each of `step` weights, and 0 to 2 `offsets`. dot_pairs adds `run` words of four
+// codes.
 INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scales, int offsets,
                       int max_pairs, vf *total) {
     enum { T = INT8_TOKENS, V = PANELS * VECTORS };
     vf sum[V][T] = {{{0}}};
     int step = 32 / scales, run = smaller(max_pairs, step / 4), scale_offsets = offsets / scales;
-    bool plain = offsets || !CODE_BIAS;   // codes without CODE_BIAS
+    bool unbiased = offsets || !CODE_BIAS;   // the codes are without CODE_BIAS
     for (size_t g = 0; g < (size_t)depth / 32; g++, x++)
-        UNROLL for (int half = 0; half < scales; half++) {   // if there is one scale, all the group
+        UNROLL for (int half = 0; half < scales; half++) {   // one scale: half 0 is the whole group
             size_t which = scales > 1 ? half : 2;            // of start [3]
-            size_t code = g / 8 * 64 + g % 8 * 2;            // of a panel's q: the group's first
+            size_t code = g / 8 * 64 + g % 8 * 2;            // the group's first of a panel's q
             vi dot[V][T], pairs[V][T];
             UNROLL for (int v = 0; v < V; v++)
                 UNROLL for (int t = 0; t < T; t++)
-                    dot[v][t] = (vi){0} + (plain ? ROUNDER_BITS : x->start[which][t]);
+                    dot[v][t] = (vi){0} + (unbiased ? ROUNDER_BITS : x->start[which][t]);
             UNROLL for (int i = 0; i < step / 4; i++) {
                 size_t j = half * 4 + i, at = code + j / 2 * 16 + j % 2;
                 UNROLL for (int v = 0; v < V; v++) {
@@ -7154,8 +7164,9 @@ INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scal
             total[(v / VECTORS * T + t) * VECTORS + v % VECTORS] = sum[v][t];
 }
 
-// MULTIPLY(scales, offsets, max_pairs): each is a tile_int8 of its own, with loops unrolled. With
-// PAIRS formats with max_pairs take one of the first five, where offsets also take off a bias.
+// Each MULTIPLY(scales, offsets, max_pairs) is a tile_int8 of its own, with loops unrolled. The
+// first five are for formats with max_pairs, whose offsets may also be those that subtract a bias;
+// the other four use dot_bytes.
 static void int8_multiply(const Product *p, vf *sum) {
     const Format *f = &formats[p->job->w->type];
     int pairs = PAIRS ? f->max_pairs : 0, offsets = !PAIRS && f->offsets;
@@ -7168,7 +7179,7 @@ static void int8_multiply(const Product *p, vf *sum) {
     else if (f->per16 && offsets) MULTIPLY(1, 2, 0);       // q2_K, folded
     else if (f->per16) MULTIPLY(2, 0, 0);                  // iq2_xs iq2_s, q3_K q6_K iq1_m nvfp4
     else if (offsets) MULTIPLY(1, 1, 0);                   // q4_1 q5_1 q4_K q5_K
-    else MULTIPLY(1, 0, 0);   // q8_0 iq2_xxs iq3_xxs iq4_nl iq4_xs, and what is not named above
+    else MULTIPLY(1, 0, 0);   // q8_0 iq2_xxs iq3_xxs iq4_nl iq4_xs, and all others without pairs
 #undef MULTIPLY
 }
 
@@ -7178,11 +7189,11 @@ static const Tile int8_tile = {.tokens = INT8_TOKENS, .step = 1024, .depth = INT
 
 // ---- 33. matmul ----
 //
-// A call has up to MAX_JOBS products, of which some share x. Activations are packed first, each x
-// once (plan_job, pack_task); then rows are cut into strips, and a strip is a task, or two are
-// halves of one (plan_tasks, matmul_task). Up to FEW tokens have no tiles, but are cut up likewise.
+// A call has up to MAX_JOBS products, some of which share x. First activations are packed, each x
+// once (plan_job, pack_task). Then rows are cut into strips, and a task has a strip or half of one
+// (plan_tasks, matmul_task). Up to FEW tokens have no tiles, but their rows are cut up, too.
 
-// the two Tiles of a few tokens, which only say how activations are packed, if they are
+// the two Tiles of a few tokens, which only say how activations are packed (floats are not)
 static const Tile float_token = {.tokens = 1};
 static const Tile block_token = {.tokens = 1, .step = 8192, .act_bytes = sizeof(TokenActs),
                                  .pack = token_pack};
@@ -7194,7 +7205,7 @@ typedef struct {
     uint64_t act_bytes;                // of a batch, all columns
     int first_pack, first_task;        // numbers of this job's first tasks
     int64_t task_rows;                 // of a strip
-    int undivided;                     // strips that are one task each; the others are two
+    int whole;                         // the first so many strips are one task each, others two
     size_t row_bytes;                  // of weights
 } JobPlan;
 typedef struct {
@@ -7213,15 +7224,16 @@ static void pack_task(Task t) {
     int64_t k = i / batches * tile->step, end = smaller(k + tile->step, job->w->cols);
     char *acts = (char *)plan->acts + batch * plan->act_bytes + k / 256 * tile->act_bytes;
     for (; k < end; k += 256, acts += tile->act_bytes)
-        for (int j = 0; j < tile->tokens; j++) {   // copies of its first token fill the last batch
+        for (int j = 0; j < tile->tokens; j++) {   // copies of its first token fill a batch up
             int token = first + j < job->n ? first + j : first;
             const float *x = job->x + token * input_step(job->w) + k;
             tile->pack(job->w, x, smaller(end - k, 256), j, acts);
         }
 }
 
-// Rows r .. end-1 for tokens t .. t_end-1, where t begins a batch. Rows are rounded up to whole
-// tiles: past the matrix's end panels repeat its last row, and tile_out leaves that out.
+// Computes rows r .. end-1 for tokens t .. t_end-1, where t begins a batch. Rows are rounded up to
+// whole tiles: past the matrix's end panels repeat its last row, and tile_out leaves these rows
+// out.
 static void multiply_tiles(const JobPlan *plan, int64_t r, int64_t end, int t, int t_end,
                            char *panels) {
     const Matrix *w = plan->job->w;
@@ -7256,18 +7268,17 @@ static void matmul_task(Task t) {
     const JobPlan *plan = call->job;
     while (t.i >= plan[1].first_task) plan++;
     const Matrix *w = plan->job->w;
-    int i = t.i - plan->first_task, n = plan->job->n, strip = i;
-    bool lower = true, upper = true;   // the halves that this task has
-    if (i >= plan->undivided) {        // strips u, u, u + 1, u + 1 .. with u undivided
-        strip = (i + plan->undivided) / 2;
-        upper = (i + plan->undivided) % 2;
-        lower = !upper;
+    int n = plan->job->n, strip = t.i - plan->first_task, half = -1;   // -1: the whole strip
+    int past = strip - plan->whole;
+    if (past >= 0) {
+        half = past % 2;
+        strip = plan->whole + past / 2;
     }
     int64_t r = strip * plan->task_rows, end = smaller(r + plan->task_rows, w->rows);
     if (n <= FEW) {
         int64_t middle = smaller(r + plan->task_rows / 2, end);
-        if (!lower) r = middle;
-        if (!upper) end = middle;
+        if (half == 1) r = middle;
+        if (half == 0) end = middle;
         float scale = w->scale ? *w->scale : 1;
         formats[w->type].matvec(plan->job, plan->acts, r, end);
         for (int t = 0; t < n; t++) {
@@ -7275,16 +7286,15 @@ static void matmul_task(Task t) {
             for (int64_t i = r; i < end; i++) out[i] = out[i] * scale + (w->bias ? w->bias[i] : 0);
         }
     } else {
-        int middle = ceil_div(n, 2 * plan->tile->tokens) * plan->tile->tokens;
+        int middle = ceil_div(n, 2 * plan->tile->tokens) * plan->tile->tokens;   // of the tokens
         char *panels = call->panels + t.thread * call->panel_bytes;
-        int from = lower ? 0 : middle;   // tokens
-        int to = upper ? n : middle;
-        multiply_tiles(plan, r, end, from, to, panels);
+        multiply_tiles(plan, r, end, half == 1 ? middle : 0, half == 0 ? middle : n, panels);
     }
 }
 
-// Plans to pack `job`, unless an earlier one packs the same. The tile depends on format, CPU and
-// whether there are few tokens, never on sizes: small tests run the code that large models run.
+// Plans the packing of a job's activations, unless an earlier job packs the same. The tile depends
+// on the format, the CPU and whether there are few tokens, but never on sizes, so small tests run
+// the code that large models run.
 static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, const Matmul *job) {
     const Matrix *w = job->w;
     const JobPlan *same = call->job;
@@ -7309,10 +7319,10 @@ static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, con
     plan[1].first_pack = plan->first_pack + packs;
 }
 
-// Cuts the rows of k jobs into strips: whole cache lines of out (32 rows), and about equal bytes of
-// weights, four strips per thread, as each reads all activations, or three for a few tokens. As
-// some cores are slower (two threads may share one), the last strips of the last job are two tasks
-// each, if there are tokens enough to be worth decoding weights twice.
+// Cuts the rows of k jobs into strips of whole cache lines of out (32 rows) and of about equal
+// bytes of weights. A thread gets four strips, because each strip reads all activations, or three
+// for a few tokens. Some cores are slower (two threads may share one), so the last strips of the
+// last job are two tasks each, if there are tokens enough to be worth decoding weights twice.
 static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
     size_t bytes = 0;
     for (int i = 0; i < k; i++) bytes += plan[i].row_bytes * plan[i].job->w->rows;
@@ -7321,17 +7331,19 @@ static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
         int divided = plan->job->n >= 256 ? p->threads / 2 : 0;
         if (plan->job->n <= FEW) {
             share = 3 * p->threads;
-            most = (512 << 10) / plan->row_bytes;   // the fastest, as memory likes long runs
+            most = (512 << 10) / plan->row_bytes;   // memory is fastest in long runs
             divided = p->threads;
         }
         plan->task_rows = larger(smaller(bytes / share / plan->row_bytes, most) / 32, 1) * 32;
         int strips = (plan->job->w->rows + plan->task_rows - 1) / plan->task_rows;
         if (i < k - 1) divided = 0;
-        plan->undivided = strips > divided ? strips - divided : 0;
-        plan[1].first_task = plan->first_task + 2 * strips - plan->undivided;
+        plan->whole = strips > divided ? strips - divided : 0;
+        plan[1].first_task = plan->first_task + 2 * strips - plan->whole;
     }
 }
 
+// Computes the products of k jobs. Like attention, it takes its buffers from the arena, and without
+// buffers it only counts them.
 static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
     MatmulCall call;
     size_t mark = arena->used;
@@ -7350,12 +7362,12 @@ static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
 //
 // Online softmax (arXiv 1805.02867, 2205.14135) reads the cache in blocks of rows. A query keeps
 // `top`, the largest score so far, the sum of its weights exp(score - top), and the weighted sum of
-// values. When top grows, both sums fade by exp(old top - new top). So no n x n buffer is needed,
-// and the query heads that share a KV head share each block. top starts at -FLT_MAX, and a masked
-// score is -INFINITY: no difference is inf - inf, which would be a NaN.
+// values. When top grows, both sums fade by exp(old top - new top). So there is no n x n buffer,
+// and all query heads that share a KV head share each block. top starts at -FLT_MAX and a masked
+// score is -INFINITY, so no difference is inf - inf, which would be a NaN.
 
-// How much do queries at positions first .. last see of `keys` rows from r on? Rows that none sees
-// are passed over; rows that all see need no mask.
+// How many of `keys` rows from r on do queries at positions first .. last see? Rows that no query
+// sees are passed over, and rows that all see need no mask.
 enum { NONE_SEEN, SOME_SEEN, ALL_SEEN };
 static int block_seen(const Attention *a, int r, int keys, int first, int last) {
     int any = 0, all = 1, end = smaller(r + keys, a->rows);
@@ -7369,7 +7381,7 @@ static int block_seen(const Attention *a, int r, int keys, int first, int last) 
     return all ? ALL_SEEN : SOME_SEEN;
 }
 
-// how many rows of a layer's cache have been written: a ring fills in order
+// the rows of a layer's cache that have been written; a ring fills in order
 static int rows_used(const Attention *a) { return smaller(a->pos + a->n, a->rows); }
 static int up_to_32(int width) { return ceil_div(width, 32) * 32; }
 
@@ -7377,9 +7389,9 @@ static int up_to_32(int width) { return ceil_div(width, 32) * 32; }
 //
 // A task has one KV head and some tokens' queries of all heads that share it, 16 to a QueryTile.
 // Queries lie across the lanes: scores are [key][16], results [vd][16], and no lanes are added up.
-// Keys and values are made floats, in rows of hd32 and vd32: hd and vd rounded up to whole 32, with
-// zeros behind. An AttentionTile is what differs between CPUs: how it packs all this for its
-// products scores = keys * queries and results += transposed values * weights.
+// Keys and values become floats in rows of hd32 and vd32, which are hd and vd rounded up to whole
+// 32, with zeros behind. An AttentionTile is what differs between CPUs: how it packs these numbers
+// for its two products, scores = keys * queries and results += transposed values * weights.
 
 typedef struct {                       // 16 queries of heads that share a KV head
     void *q;                           // packed, in as many bytes as [16][hd32] floats
@@ -7391,7 +7403,7 @@ typedef struct {                       // 16 queries of heads that share a KV he
 
 typedef struct {                       // rows of a KV head's cache
     float *k, *v;                      // [keys][hd32], [keys][vd32]
-    void *packed;                      // both as pack_keys leaves them, in as many bytes
+    void *packed;                      // k and v as pack_keys packs them, in as many bytes
     const int32_t *pos;                // [keys]
     int keys;
     bool masked;                       // some query does not see all of them
@@ -7399,16 +7411,16 @@ typedef struct {                       // rows of a KV head's cache
 
 typedef struct {
     int keys;                          // most rows of a block
-    int task_queries;                  // most queries of a task, all heads counted: they stay in L2
-    // from [16][width]; NULL: floats in columns, keys as they are
+    int task_queries;                  // most queries of a task, of all heads; they stay in L2
+    // pack_queries packs q [16][width]. NULL: queries are floats in columns; keys are not packed
     void (*pack_queries)(const float *q, int width, void *to);
     void (*pack_keys)(const Attention *a, const KeyBlock *b);
-    // of PANELS query tiles: scores, tile_softmax, and the weighted values added to the results
+    // computes scores of PANELS query tiles, calls tile_softmax and adds the weighted values
     void (*attend)(const Attention *a, const KeyBlock *b, QueryTile *q);
 } AttentionTile;
 
 // Turns scores s[keys][16] of scaled queries into weights exp(score - top), with the new top, and
-// adds them to q->sum; the sums of earlier blocks fade.
+// adds the weights to q->sum. The sums of earlier blocks fade.
 static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, float *restrict s) {
     vf top[VECTORS];
     float most[TILE], total[TILE] = {0}, fade[TILE];
@@ -7440,9 +7452,9 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
         store(q->out + e, load_f32(q->out + e) * load_f32(fade + e % TILE));
 }
 
-// On most CPUs both products are the float tile: rows of keys times columns of queries, columns of
-// values times rows of weights. With AVX-512 two query tiles share each broadcast number: that is
-// 16 multiply-adds for 10 loads, while 8 for one tile would wait for 9 loads.
+// On most CPUs both products are the float tile: rows of keys times columns of queries, then
+// columns of values times rows of weights. With AVX-512 two query tiles share each broadcast
+// number, which makes 16 multiply-adds for 10 loads; one tile's 8 would wait for 9 loads.
 static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[PANELS][FLOAT_KEYS * TILE] __attribute__((aligned(64)));
     int hd32 = up_to_32(a->hd), vd32 = up_to_32(a->vd);
@@ -7463,15 +7475,15 @@ static const AttentionTile amx_attention;   // section 37
 typedef struct {
     const Attention *a;
     const AttentionTile *tile;
-    int group, tasks;                  // heads that share a KV head
+    int sharing, tasks;                // query heads that share a KV head
     int tokens, tiles;                 // of a task: most tokens; QueryTiles
     QueryTile *q;                      // [threads][tiles]
     float *work;                       // [threads][work_size] for KeyBlock and QueryTiles
     size_t work_size;
 } ManyCall;
 
-// Packs a task's `count` queries: number j is of token first + j / group, head kv * group + j %
-// group. Copies of the last one fill the last tiles. rows [16][hd32] must be zeros on entry.
+// Packs a task's `count` queries: number j is of token first + j / sharing, head kv * sharing + j %
+// sharing. Copies of the last query fill the last tiles. rows [16][hd32] must be zeros on entry.
 static void many_start(const ManyCall *call, QueryTile *q, float *rows, int kv, int first,
                        int count) {
     const Attention *a = call->a;
@@ -7479,7 +7491,7 @@ static void many_start(const ManyCall *call, QueryTile *q, float *rows, int kv, 
     for (int j = 0; j < call->tiles * TILE; j++) {
         QueryTile *tile = &q[j / TILE];
         int lane = j % TILE, at = j < count ? j : count - 1;
-        int head = kv * call->group + at % call->group, token = first + at / call->group;
+        int head = kv * call->sharing + at % call->sharing, token = first + at / call->sharing;
         const float *from = a->q + ((size_t)token * a->n_head + head) * a->hd;
         for (int e = 0; e < a->hd; e++) rows[lane * hd32 + e] = from[e] * a->scale;
         tile->top[lane] = -FLT_MAX;
@@ -7492,12 +7504,13 @@ static void many_start(const ManyCall *call, QueryTile *q, float *rows, int kv, 
     }
 }
 
+// Attends for some queries of one KV head's query heads, block by block, and writes their results.
 static void many_task(Task t) {
     const ManyCall *call = t.ctx;
     const Attention *a = call->a;
-    // the last queries see most keys: they come first, so that no thread is left alone with them
+    // the last queries come first: they see most keys, and no thread should be left alone with them
     int task = call->tasks - 1 - t.i, kv = task % a->n_kv, first = task / a->n_kv * call->tokens;
-    int tokens = smaller(a->n - first, call->tokens), count = tokens * call->group;
+    int tokens = smaller(a->n - first, call->tokens), count = tokens * call->sharing;
     int hd32 = up_to_32(a->hd), vd32 = up_to_32(a->vd), both = hd32 + vd32;
     int keys = call->tile->keys, most = smaller(up_to_32(rows_used(a)), keys);   // of a block
     float *work = call->work + t.thread * call->work_size;
@@ -7522,7 +7535,7 @@ static void many_task(Task t) {
         }
         if (call->tile->pack_keys) call->tile->pack_keys(a, &b);
         for (int i = 0; i * TILE < count; i += PANELS) {
-            uint32_t last = q[i + PANELS - 1].pos[TILE - 1];   // of their last key; -1: the most
+            uint32_t last = q[i + PANELS - 1].pos[TILE - 1];   // an empty row's -1 is above it
             b.keys = loaded;
             while (!a->ahead && b.keys && (uint32_t)b.pos[b.keys - 1] > last) b.keys--;
             call->tile->attend(a, &b, &q[i]);
@@ -7530,24 +7543,25 @@ static void many_task(Task t) {
     }
     for (int j = 0; j < count; j++) {   // values, divided by sums of weights
         const QueryTile *tile = &q[j / TILE];
-        int lane = j % TILE, head = kv * call->group + j % call->group;
-        float *to = a->out + ((size_t)(first + j / call->group) * a->n_head + head) * a->vd;
+        int lane = j % TILE, head = kv * call->sharing + j % call->sharing;
+        float *to = a->out + ((size_t)(first + j / call->sharing) * a->n_head + head) * a->vd;
         float sum = tile->sum[lane] + (a->sinks ? exp_fast(a->sinks[head] - tile->top[lane]) : 0);
         float inverse = sum == 0 ? 0 : 1 / sum;   // 0: it sees nothing
         for (int e = 0; e < a->vd; e++) to[e] = tile->out[TILE * e + lane] * inverse;
     }
 }
 
+// Cuts the queries into tasks: the more queries a task has, the fewer tasks pack the same keys; but
+// each thread needs four tasks.
 static void attend_many(Pool *p, Arena *arena, const Attention *a) {
     int step = PANELS * TILE;   // queries that `attend` takes
-    ManyCall call = {.a = a, .tile = &float_attention, .group = a->n_head / a->n_kv};
+    ManyCall call = {.a = a, .tile = &float_attention, .sharing = a->n_head / a->n_kv};
     if (p->amx) call.tile = &amx_attention;
-    // the more queries a task has, the fewer tasks pack the same keys; but each thread needs four
     int share = larger(a->n * a->n_head / (4 * p->threads), step);
-    call.tokens = larger(smaller(share, call.tile->task_queries) / call.group, 1);
+    call.tokens = larger(smaller(share, call.tile->task_queries) / call.sharing, 1);
     call.tokens = smaller(call.tokens, a->n);
     call.tasks = a->n_kv * ceil_div(a->n, call.tokens);
-    call.tiles = ceil_div(call.tokens * call.group, step) * PANELS;
+    call.tiles = ceil_div(call.tokens * call.sharing, step) * PANELS;
     int rows = call.tiles * TILE + call.tile->keys * (call.tile->pack_keys ? 2 : 1);
     call.work_size = rows * (up_to_32(a->hd) + up_to_32(a->vd));
     call.q = arena_take(arena, p->threads * call.tiles, sizeof *call.q);
@@ -7557,28 +7571,30 @@ static void attend_many(Pool *p, Arena *arena, const Attention *a) {
 
 // ---- 36. attention of a few queries ----
 //
-// Each query is by itself, so that its sums do not depend on the others. Memory sets the speed: it
-// has 2 * (hd + vd) bytes per row and KV head, read once for all query heads that share them. Of a
-// block, ONE_KEYS rows, the keys are read and then the values, in the order of memory, and with
-// each row the same row of the next block is prefetched, so that memory never waits for arithmetic.
-// SPLIT_BLOCKS blocks make a split: a task does it for one query after the other, the first of
-// which brings the rows into L2. Each split of a head has a largest score and sums of its own, a
-// Partial; the thread that finishes the last split of a unit joins its Partials.
+// Each query is by itself, so that its sums do not depend on the others. Memory sets the speed. It
+// has 2 * (hd + vd) bytes per row and KV head, which are read once for all query heads that share
+// them. Of a block, BLOCK_KEYS rows, first the keys are read and then the values, in the order of
+// memory. With each row the same row of the next block is prefetched, so that memory never waits
+// for arithmetic. SPLIT_BLOCKS blocks make a split. A task does a split for one query after the
+// other, the first of which brings the rows into L2. Each split of a head has its own largest score
+// and sums, a Partial, and the thread that finishes the last split of a unit joins the unit's
+// Partials.
 //
 // An example: the query at position 299 sees 300 rows, 10 blocks in 3 splits of 4, 4 and 2. 8 heads
-// share 2 KV heads; with 2 threads 2 units (4 heads each) times 3 splits are 6 tasks. Task 4 has
-// unit 1, split 1: four calls of one_block, for rows 128..159 and so on of KV head 1, fill Partials
-// of heads 4 to 7. The task of 3, 4 and 5 that ends last joins 3 Partials for each of these heads.
+// share 2 KV heads. With 2 threads 2 units (4 heads each) times 3 splits are 6 tasks. Task 4 has
+// unit 1, split 1: four calls of query_block, for rows 128..159 and so on of KV head 1, fill
+// Partials of heads 4 to 7. The task of 3, 4 and 5 that ends last joins 3 Partials for each of
+// these heads.
 
-enum { ONE_KEYS = 32, SPLIT_BLOCKS = 4 };
-typedef struct { float top, sum, out[]; } Partial;   // as in a QueryTile, of one query; [vd] out
+enum { BLOCK_KEYS = 32, SPLIT_BLOCKS = 4 };
+typedef struct { float top, sum, out[]; } Partial;   // as in a QueryTile, for one query; out [vd]
 typedef struct {
     const Attention *a;
     int32_t *block;                // [n][most] first rows of the blocks that a query sees
-    int blocks[FEW], most;         // how many; of all rows
-    int splits;                    // most blocks of a query / SPLIT_BLOCKS, rounded up
+    int blocks[FEW], most;         // the number of its blocks; of all blocks
+    int splits;                    // of the query that sees most blocks
     int heads, units;              // a unit has the heads that share a KV head, or some of them
-    int task_splits;               // splits that a task has, one unit's after the other's
+    int task_splits;               // of a task: splits, one unit's after the other's
     float *partials;               // [n][n_head][splits] Partials
     size_t size;                   // floats of a Partial
     atomic_int *missing;           // [n][units] splits that are not finished
@@ -7589,11 +7605,11 @@ static Partial *partial_of(const FewCall *call, int head, int split) {
     return (Partial *)(call->partials + ((size_t)head * call->splits + split) * call->size);
 }
 
-// s[heads][ONE_KEYS] = products of keys k with the queries q of up to 4 neighbours, then zeros
-INLINE void one_scores(const Attention *a, const float *q, const uint16_t *k, const uint16_t *next,
-                       int keys, int heads, float s[][ONE_KEYS]) {
-    vf sum[4][ONE_KEYS];
-    int in_vectors = a->hd / LANES * LANES;   // the others of hd are added one by one
+// s[heads][BLOCK_KEYS] = the products of keys k with the queries q of up to 4 heads, then zeros
+INLINE void query_scores(const Attention *a, const float *q, const uint16_t *k,
+                         const uint16_t *next, int keys, int heads, float s[][BLOCK_KEYS]) {
+    vf sum[4][BLOCK_KEYS];
+    int in_vectors = a->hd / LANES * LANES;   // the rest of hd is added one by one
     for (int j = 0; j < keys; j++, k += a->hd, next += a->hd) {
         vf total[4] = {{0}};
         prefetch_l2(next, 2 * a->hd);
@@ -7608,27 +7624,27 @@ INLINE void one_scores(const Attention *a, const float *q, const uint16_t *k, co
         }
     }
     for (int h = 0; h < heads; h++) {
-        for (int j = keys; j < ONE_KEYS; j++) sum[h][j] = (vf){0};
-        for (int j = 0; j < ONE_KEYS; j += LANES) store(s[h] + j, sum_each(&sum[h][j]));
+        for (int j = keys; j < BLOCK_KEYS; j++) sum[h][j] = (vf){0};
+        for (int j = 0; j < BLOCK_KEYS; j += LANES) store(s[h] + j, sum_each(&sum[h][j]));
     }
 }
 
-// does what tile_softmax does, for one query and with keys across the lanes
-static void one_softmax(const Attention *a, const int32_t *pos, int head, float *restrict s,
-                        Partial *restrict partial) {
+// tile_softmax for one query, with keys across the lanes
+static void query_softmax(const Attention *a, const int32_t *pos, int head, float *restrict s,
+                          Partial *restrict partial) {
     float slope = a->slopes ? a->slopes[head % a->n_head] : 0, top = partial->top;
     int query = a->pos + head / a->n_head;
     vf most = {0}, sum = {0};
-    for (int j = 0; j < ONE_KEYS; j++) s[j] *= a->scale;
-    if (a->softcap > 0) soft_cap(s, ONE_KEYS, a->softcap);
-    for (int j = 0; slope > 0 && j < ONE_KEYS; j++) s[j] -= slope * (float)abs(query - pos[j]);
-    for (int j = 0; j < ONE_KEYS; j++)
+    for (int j = 0; j < BLOCK_KEYS; j++) s[j] *= a->scale;
+    if (a->softcap > 0) soft_cap(s, BLOCK_KEYS, a->softcap);
+    for (int j = 0; slope > 0 && j < BLOCK_KEYS; j++) s[j] -= slope * (float)abs(query - pos[j]);
+    for (int j = 0; j < BLOCK_KEYS; j++)
         s[j] = attention_sees(a, query, pos[j]) ? s[j] : -INFINITY;
-    UNROLL for (int j = 0; j < ONE_KEYS; j += LANES)
+    UNROLL for (int j = 0; j < BLOCK_KEYS; j += LANES)
         most = j ? larger_of(most, load_f32(s + j)) : load_f32(s + j);
     UNROLL for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
-    for (int j = 0; j < ONE_KEYS; j++) s[j] = exp_fast(s[j] - top);
-    UNROLL for (int j = 0; j < ONE_KEYS; j += LANES) sum += load_f32(s + j);
+    for (int j = 0; j < BLOCK_KEYS; j++) s[j] = exp_fast(s[j] - top);
+    UNROLL for (int j = 0; j < BLOCK_KEYS; j += LANES) sum += load_f32(s + j);
     float fade = exp_fast(partial->top - top);
     partial->top = top;
     UNROLL for (int left = LANES; left > 1; left /= 2) sum = pair_sums(sum, sum);
@@ -7636,10 +7652,11 @@ static void one_softmax(const Attention *a, const int32_t *pos, int head, float 
     if (fade < 1) for (int e = 0; e < a->vd; e++) partial->out[e] *= fade;
 }
 
-// out[heads][vectors * LANES] += weights s times so much of each key's values, with all sums in
+// out[heads][vectors * LANES] += weights s times this part of each key's values, with all sums in
 // registers; rows of out lie `stride` floats apart
-INLINE void one_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
-                        int heads, int vectors, float s[][ONE_KEYS], float *out, size_t stride) {
+INLINE void query_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
+                          int heads, int vectors, float s[][BLOCK_KEYS], float *out,
+                          size_t stride) {
     vf sum[4][8];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int i = 0; i < vectors; i++) sum[h][i] = load_f32(out + h * stride + i * LANES);
@@ -7654,44 +7671,44 @@ INLINE void one_columns(const Attention *a, const uint16_t *v, const uint16_t *n
         UNROLL for (int i = 0; i < vectors; i++) store(out + h * stride + i * LANES, sum[h][i]);
 }
 
-// out[heads][vd] += weights s times so many rows of values
-INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
-                       int heads, float s[][ONE_KEYS], float *out, size_t stride) {
+// out[heads][vd] += weights s times the values of `keys` rows
+INLINE void query_values(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
+                         int heads, float s[][BLOCK_KEYS], float *out, size_t stride) {
     int e = 0, vectors = heads == 4 || LANES == 8 ? 4 : 8;   // as many as registers can hold
     for (; e + vectors * LANES <= a->vd; e += vectors * LANES)
-        one_columns(a, v + e, next + e, keys, heads, vectors, s, out + e, stride);
+        query_columns(a, v + e, next + e, keys, heads, vectors, s, out + e, stride);
     for (; e + LANES <= a->vd; e += LANES)
-        one_columns(a, v + e, next + e, keys, heads, 1, s, out + e, stride);
+        query_columns(a, v + e, next + e, keys, heads, 1, s, out + e, stride);
     for (int h = 0; h < heads && e < a->vd; h++)
         for (int j = 0; j < keys; j++)
             for (int i = e; i < a->vd; i++)
                 out[h * stride + i] += s[h][j] * quant_f16_to_f32(v[j * a->v_step + i]);
 }
 
-// Adds block b of a KV head to the Partials of `heads` of a query's heads, from number g on. Only
-// the first of them (g == 0) prefetch a block: this KV head's next one, or the next head's first.
-INLINE void one_block(const FewCall *call, int query, int kv, int b, int g, int heads) {
+// Adds block b of a KV head to the Partials of `heads` of a query's heads, from head g of those
+// that share it. Only g == 0 prefetches: this KV head's next block, or the next head's first block.
+INLINE void query_block(const FewCall *call, int query, int kv, int b, int g, int heads) {
     const Attention *a = call->a;
     const int32_t *block = call->block + (size_t)query * call->most;
-    int r = block[b], keys = smaller(a->rows - r, ONE_KEYS);
+    int r = block[b], keys = smaller(a->rows - r, BLOCK_KEYS);
     size_t head = query * a->n_head + kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
-    size_t row = (size_t)kv * a->rows + r, next = row;   // next: to prefetch; row costs nothing
+    size_t row = (size_t)kv * a->rows + r, next = row;   // next: is prefetched; row costs nothing
     size_t stride = call->size * call->splits;
-    int32_t pos[ONE_KEYS];
-    float s[4][ONE_KEYS];
+    int32_t pos[BLOCK_KEYS];
+    float s[4][BLOCK_KEYS];
     if (g == 0 && b + 1 < call->blocks[query]) next = row - r + block[b + 1];
     else if (g == 0 && kv + 1 < a->n_kv) next = row - r + a->rows + block[0];
-    memset(pos, -1, sizeof pos);   // past the last row: nobody sees it
+    memset(pos, -1, sizeof pos);   // no query sees what is past the last row
     memcpy(pos, a->pos_k + r, keys * sizeof *pos);
-    one_scores(a, a->q + head * a->hd, a->k + row * a->hd, a->k + next * a->hd, keys, heads, s);
+    query_scores(a, a->q + head * a->hd, a->k + row * a->hd, a->k + next * a->hd, keys, heads, s);
     for (int i = 0; i < heads; i++)
-        one_softmax(a, pos, head + i, s[i], partial_of(call, head + i, split));
-    one_values(a, a->v + row * a->v_step, a->v + next * a->v_step, keys, heads, s,
-               partial_of(call, head, split)->out, stride);
+        query_softmax(a, pos, head + i, s[i], partial_of(call, head + i, split));
+    query_values(a, a->v + row * a->v_step, a->v + next * a->v_step, keys, heads, s,
+                 partial_of(call, head, split)->out, stride);
 }
 
-// joins a head's Partials, all faded to the largest score, and divides values by the sum of weights
-static void one_join(const FewCall *call, int head) {
+// joins a head's Partials, faded to the largest score, and divides values by the sum of weights
+static void join_partials(const FewCall *call, int head) {
     const Attention *a = call->a;
     float sink = a->sinks ? a->sinks[head % a->n_head] : -INFINITY;
     float *out = a->out + (size_t)head * a->vd, top = fmaxf(sink, -FLT_MAX);
@@ -7707,11 +7724,12 @@ static void one_join(const FewCall *call, int head) {
     for (int e = 0; e < a->vd && sum != 0; e++) out[e] /= sum;
 }
 
-// A query that sees fewer blocks than others has empty Partials, which change no sum.
-static void one_split(const FewCall *call, int query, int unit, int split) {
+// Does one split of a unit for one query. A query that sees fewer blocks than others has empty
+// Partials, which change no sum.
+static void query_split(const FewCall *call, int query, int unit, int split) {
     const Attention *a = call->a;
-    int group = a->n_head / a->n_kv, first = unit * call->heads, kv = first / group;
-    int head = query * a->n_head + first, g_end = first % group + call->heads;
+    int sharing = a->n_head / a->n_kv, first = unit * call->heads, kv = first / sharing;
+    int head = query * a->n_head + first, g_end = first % sharing + call->heads;
     for (int h = head; h < head + call->heads; h++) {
         Partial *partial = partial_of(call, h, split);
         memset(partial, 0, call->size * sizeof(float));
@@ -7719,13 +7737,13 @@ static void one_split(const FewCall *call, int query, int unit, int split) {
     }
     int end = smaller((split + 1) * SPLIT_BLOCKS, call->blocks[query]);
     for (int b = split * SPLIT_BLOCKS; b < end; b++) {
-        int g = first % group;
-        for (; g + 4 <= g_end; g += 4) one_block(call, query, kv, b, g, 4);
-        for (; g + 2 <= g_end; g += 2) one_block(call, query, kv, b, g, 2);
-        for (; g < g_end; g++) one_block(call, query, kv, b, g, 1);
+        int g = first % sharing;
+        for (; g + 4 <= g_end; g += 4) query_block(call, query, kv, b, g, 4);
+        for (; g + 2 <= g_end; g += 2) query_block(call, query, kv, b, g, 2);
+        for (; g < g_end; g++) query_block(call, query, kv, b, g, 1);
     }
     bool done = atomic_fetch_sub(&call->missing[query * call->units + unit], 1) == 1;
-    for (int h = head; done && h < head + call->heads; h++) one_join(call, h);
+    for (int h = head; done && h < head + call->heads; h++) join_partials(call, h);
 }
 
 static void few_task(Task t) {
@@ -7733,18 +7751,19 @@ static void few_task(Task t) {
     int end = smaller((t.i + 1) * call->task_splits, call->units * call->splits);
     for (int i = t.i * call->task_splits; i < end; i++)
         for (int query = 0; query < call->a->n; query++)
-            one_split(call, query, i / call->splits, i % call->splits);
+            query_split(call, query, i / call->splits, i % call->splits);
 }
 
+// Lists the blocks that each query sees, and cuts them into splits, units and tasks.
 static void attend_few(Pool *p, Arena *arena, const Attention *a) {
-    FewCall call = {.a = a, .most = ceil_div(a->rows, ONE_KEYS), .heads = a->n_head / a->n_kv,
+    FewCall call = {.a = a, .most = ceil_div(a->rows, BLOCK_KEYS), .heads = a->n_head / a->n_kv,
                     .units = a->n_kv, .size = sizeof(Partial) / sizeof(float) + a->vd};
     int most = arena->base ? 0 : call.most;   // blocks of a query
     call.block = arena_take(arena, a->n * call.most, sizeof *call.block);
     for (int i = 0; arena->base && i < a->n; i++) {
         int32_t *block = call.block + (size_t)i * call.most;
-        for (int r = 0; r < rows_used(a); r += ONE_KEYS)
-            if (block_seen(a, r, ONE_KEYS, a->pos + i, a->pos + i)) block[call.blocks[i]++] = r;
+        for (int r = 0; r < rows_used(a); r += BLOCK_KEYS)
+            if (block_seen(a, r, BLOCK_KEYS, a->pos + i, a->pos + i)) block[call.blocks[i]++] = r;
         most = larger(most, call.blocks[i]);
     }
     call.splits = ceil_div(most, SPLIT_BLOCKS);
@@ -7757,7 +7776,7 @@ static void attend_few(Pool *p, Arena *arena, const Attention *a) {
     call.partials = arena_take(arena, (size_t)heads * call.splits, call.size * sizeof(float));
     if (!arena->base) return;
     for (int i = 0; i < a->n * call.units; i++) atomic_init(&call.missing[i], call.splits);
-    // much of memory in order, yet four tasks a thread
+    // long runs of memory, but four tasks a thread
     call.task_splits = larger(all / (4 * p->threads), 1);
     parallel(p, few_task, &call, ceil_div(all, call.task_splits));
 }
@@ -7771,12 +7790,12 @@ static void attention(Pool *p, Arena *arena, const Attention *a) {
 
 // ---- 37. AMX ----
 //
-// Xeons have it since 2023. A tile is here a register of 16 rows of 64 bytes, or what it holds: one
+// Xeons have AMX since 2023. Here a tile is a register of 16 rows of 64 bytes, or its contents. One
 // instruction multiplies 16 x 32 by 32 x 16 bf16 numbers, with float sums, in 16 cycles. Block
-// formats become bf16, scales and offsets included, and so do their activations: closer to exact
-// than int8. A float is the sum of three bf16 parts, an f16 of two. f32 weights take the six
-// largest of nine products, f16 weights four, with two parts (17 bits) of each activation, bf16
-// weights two. 2 x 2 tiles share their operands: one load per product.
+// formats become bf16, scales and offsets included, and so do their activations, which is closer to
+// exact than int8. A float is the sum of three bf16 parts, an f16 of two. f32 weights take the six
+// largest of nine products, bf16 weights two, and f16 weights four, because their activations keep
+// two parts (17 bits). 2 x 2 tiles share their operands, so there is one load per product.
 
 #ifdef SIMD_AMX
 #include <sys/syscall.h>
@@ -7785,8 +7804,8 @@ enum { AMX_DEPTH = 2048, AMX_FLOATS = 512,   // a panel's depth: of block format
 
 static bool amx_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }   // asks Linux
 
-// Palette 1; eight tile registers with 64 bytes in each of 16 rows. A constant, because gcc thinks
-// that only its first 8 bytes are read, and would leave out stores to the rest.
+// Palette 1: eight tile registers with 64 bytes in each of 16 rows. It is a constant because gcc
+// thinks that only its first 8 bytes are read, and would leave out stores to the rest.
 static const struct { uint8_t palette[16]; uint16_t row_bytes[16]; uint8_t rows[16]; } tile_config =
     {{1}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 static void amx_use(bool on) {
@@ -7794,7 +7813,7 @@ static void amx_use(bool on) {
     else _tile_release();
 }
 
-// Numbers are sums of bf16 parts: so many for a weight, and for an activation that meets it.
+// the number of bf16 parts of a weight, and of an activation that meets it
 static int weight_parts(const Matrix *w) {
     if (w->type == QUANT_F32) return 3;
     return w->type == QUANT_F16 ? 2 : 1;
@@ -7811,14 +7830,14 @@ INLINE vf upper_bits(vf x) {   // rounded to the nearest bf16
     vu bits = (vu)x;
     return (vf)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
 }
-// stores 32 floats as sums of `parts` bf16, which lie `next` bytes apart; a part rounds what the
-// ones before leave
+// stores 32 floats as sums of `parts` bf16, which lie `next` bytes apart; each part rounds what the
+// parts before it leave
 INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {
     for (int p = 0; p < parts; p++, lo -= upper_bits(lo), hi -= upper_bits(hi))
         store_bf16((char *)to + p * next, lo, hi);
 }
 
-// to AmxActs [count/32][parts], with zeros behind
+// packs to AmxActs [count/32][parts], with zeros behind
 static void amx_pack(const Matrix *w, const float *x, int count, int token, void *acts) {
     AmxActs *a = acts;
     for (; count > 0; count -= 32, x += 32, a += act_parts(w)) {
@@ -7839,7 +7858,7 @@ static void amx_columns(const float *x, int width, int parts, char *to) {
     }
 }
 
-// up to 256 float weights of 16 rows, to tiles [8][parts]
+// decodes up to 256 float weights of 16 rows to tiles [8][parts]
 static void amx_floats(const Matrix *w, int64_t r, int64_t k, int count, char *to) {
     float x[TILE][256];
     if (count < 256) memset(x, 0, sizeof x);
@@ -7850,7 +7869,7 @@ static void amx_floats(const Matrix *w, int64_t r, int64_t k, int count, char *t
     amx_columns(x[0], 256, weight_parts(w), to);
 }
 
-// 16 weights: a pair from each of 8 rows, of which the first is row `from` of d and m [16]
+// 16 weights, which are a pair from each of 8 rows; the first is row `from` of d and m [16]
 INLINE vf pair_weights(const int8_t *q, const float *d, const float *m, int from) {
     __m512i row = (__m512i)((vi){0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7} + from);
     __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)q)));
@@ -7858,9 +7877,9 @@ INLINE vf pair_weights(const int8_t *q, const float *d, const float *m, int from
                                _mm512_permutexvar_ps(row, _mm512_loadu_ps(m)));
 }
 
-// 256 weights of 16 rows, to 8 tiles. They are transposed as codes, which are fewer bytes: 16 codes
-// from each of 8 rows are 8 x 8 pairs, which interleaving rows i and i + 4 three times transposes.
-// A tile has a group of weights; 8 of its 16 rows have a half.
+// Decodes 256 weights of 16 rows to 8 tiles. They are transposed as codes, which are fewer bytes:
+// 16 codes from each of 8 rows are 8 x 8 pairs, which interleaving rows i and i + 4 three times
+// transposes. A tile has a group of weights, and 8 of its 16 rows have half a group.
 static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
     _Alignas(64) int8_t q[2][8][256];            // codes of rows 0 to 7, of rows 8 to 15
     _Alignas(64) int8_t pairs[2][4][8][4][16];   // pairs i of half h: [h % 4][i][h / 4], of 8 rows
@@ -7899,9 +7918,10 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
         else amx_floats(w, r, k + i, smaller(depth - i, 256), to);
 }
 
-// out[2 * i + j] = 16 x 16 products of rows 16 i .. of a and the columns at b + j * next, or, if
-// `adds`, is added to. a and b are `deep` tiles, of some parts each. Part i of a number is about
-// 2^-8i of it, so parts i of a and j of b meet if i + j < order. out[2] NULL: a has only 16 rows.
+// out[2 * i + j] = the 16 x 16 products of rows 16 i .. of a and the columns at b + j * next; if
+// `adds`, they are added to out. a and b are `deep` tiles, of some parts each. Part i of a number
+// is about 2^-8i of it, so parts i of a and j of b meet if i + j < order. out[2] NULL: a has 16
+// rows.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
                         int deep, int order, bool adds, float *const out[4]) {
     const char *columns = b;
@@ -7944,7 +7964,7 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
 static void amx_multiply(const Product *p, vf *sum) {
     const Matrix *w = p->job->w;
     float *panel_0 = (float *)sum, *panel_1 = panel_0 + AMX_TOKENS * TILE;
-    bool more = p->t + TILE < p->job->n;   // than half of a batch
+    bool more = p->t + TILE < p->job->n;   // the batch has more than 16 tokens
     float *out[] = {panel_0, panel_1, more ? panel_0 + TILE * TILE : NULL, panel_1 + TILE * TILE};
     amx_product(p->acts, act_parts(w), p->panel, weight_parts(w), amx_tile(w)->panel_bytes,
                 (p->depth + 31) / 32, 3, false, out);
@@ -7960,8 +7980,8 @@ static const Tile *amx_tile(const Matrix *w) {
     return &tiles[act_parts(w) - 1];
 }
 
-// In attention each number is the sum of two bf16. Three products of them are still four times as
-// fast as floats. Keys and values, f16, lose nothing; queries and weights keep 17 bits.
+// In attention each number is the sum of two bf16, and three of their products are still four times
+// as fast as floats. Keys and values, f16, lose nothing; queries and weights keep 17 bits.
 static void amx_queries(const float *q, int width, void *to) { amx_columns(q, width, 2, to); }
 
 // Packs keys to AmxActs [n/32][hd/32][2] and values, transposed to [vd][n], to AmxActs
@@ -7992,7 +8012,7 @@ INLINE vf interleave(vf a, vf b, int from) {
     return (vf)_mm512_permutex2var_ps((__m512)a, at, (__m512)b);
 }
 
-// attends for two query tiles at once, as a product is 2 x 2 tiles
+// attends for two query tiles at once, because a product is 2 x 2 tiles
 static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[2][AMX_KEYS][TILE] __attribute__((aligned(64)));
     uint32_t weights[2][AMX_KEYS / 32][2][TILE][TILE];
@@ -8059,9 +8079,9 @@ static int best_first(const void *a, const void *b) {   // ties: the lower id
     return (x->id > y->id) - (x->id < y->id);
 }
 
-// Brings the k best of n to the front, in order. Candidates not worse than c[k - 1], the k-th best
-// of the last sort, are gathered past the first k; when there are k of them, all 2k are sorted, and
-// the k best stay: about n log k steps, and no copy.
+// Brings the k best of n to the front, in order. A candidate not worse than c[k - 1], the k-th best
+// of the last sort, moves behind the first k. When there are k more, all 2k are sorted and the k
+// best stay: about n log k steps in place.
 static void sort_top(Candidate *c, size_t n, size_t k) {
     size_t gathered = k;
     qsort(c, k, sizeof *c, best_first);
@@ -8077,8 +8097,9 @@ static void sort_top(Candidate *c, size_t n, size_t k) {
     qsort(c, gathered, sizeof *c, best_first);
 }
 
-// Returns a logit that at least k of l [n] reach; few more do if k is far below COLUMNS. It views l
-// as a matrix of COLUMNS columns, and takes the k-th best of their largest. k 0: all; c is scratch.
+// Returns a logit that at least k of l [n] reach, and few more if k is far below COLUMNS: the k-th
+// best of the columns' largest, in l as a matrix of COLUMNS columns. k 0: all reach it; c is
+// scratch.
 static float least_of_top(Candidate *c, const float *l, size_t n, int k) {
     enum { COLUMNS = 256 };
     float best[COLUMNS];
@@ -8091,14 +8112,14 @@ static float least_of_top(Candidate *c, const float *l, size_t n, int k) {
     return c[k - 1].logit;
 }
 
-// Makes candidates of the logits l [n] that may be among the k best (0: of all), in the order of
-// their ids: about 43 for k = 40. Returns how many.
+// Makes candidates, in the order of their ids, of the logits l [n] that may be among the k best (0:
+// of all), about 43 for k = 40. Returns their number.
 static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
-    enum { STEP = 64 };   // which the compiler compares at once
+    enum { STEP = 64 };   // logits that the compiler compares at once
     float least = least_of_top(c, l, n, k);
     size_t kept = 0;
     for (size_t i = 0, end; i < n; i = end) {
-        int some = 0;   // no bool: that would be compared one by one
+        int some = 0;   // with a bool the compiler would compare one by one
         end = i + STEP < n ? i + STEP : n;
         for (size_t j = i; j < end; j++) some |= l[j] >= least;
         if (!some) continue;
@@ -8108,8 +8129,8 @@ static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
     return kept;
 }
 
-// Sorts the best candidates to the front, as many as it takes for their weights to reach `share`:
-// 128 nearly always do.
+// Sorts the best candidates to the front, as many as it takes for their weights to reach `share`;
+// 128 are nearly always enough.
 static void sort_share(Candidate *c, size_t n, double share) {
     size_t k = 16, sorted;
     double sum;
@@ -8131,8 +8152,8 @@ static void sort_share(Candidate *c, size_t n, double share) {
 //   pass                                     sat  on   the   mat      three guesses, four rows
 //   drawn                                    on   the  rug            "mat" falls: no draw
 //
-// Each row is sampled as ever. The row of a guess that stands (it is what was drawn) has the floats
-// that it would have without guesses: so the text is the same. (arXiv 2302.01318: the distribution
+// Each row is sampled as ever. The row of a guess that stands, because it was drawn, has the floats
+// that it would have without guesses, so the text is the same. (arXiv 2302.01318: the distribution
 // is.)
 
 static bool same_three(const int32_t *a, const int32_t *b) {   // the three ids before a and b
@@ -8140,8 +8161,8 @@ static bool same_three(const int32_t *a, const int32_t *b) {   // the three ids 
 }
 
 // The index of a text has, for three ids in a row, the position behind the place where they stood
-// last. Returns their entry, for the ids before text + n: 0 if they are new. It is one of a few
-// behind their hash; if others hold all of these, the last one has to go.
+// last. Returns the entry of the ids before text + n, which is 0 if they are new. An entry is one
+// of eight behind its hash; if others hold all eight, the last one has to go.
 static int32_t *index_entry(const Session *s, int n) {
     const int32_t *text = s->history.id;
     int32_t *entry = NULL;
@@ -8154,8 +8175,8 @@ static int32_t *index_entry(const Session *s, int n) {
     return entry;
 }
 
-// Writes a guess of `count` ids behind the text [n]: what followed its last three ids where they
-// stood last. False: they are new. What it copies may overlap what it writes.
+// Writes a guess of `count` ids behind the text [n], the ids that followed its last three ids where
+// those stood last. False: the three are new. The guess may overlap what it copies.
 static bool guess_ids(Session *s, int n, int count) {
     int32_t *text = s->history.id;
     if (n <= 3) return false;
@@ -8167,7 +8188,7 @@ static bool guess_ids(Session *s, int n, int count) {
     return true;
 }
 
-// How many guesses, at most `most`, can run in a chunk with what is not evaluated of n tokens?
+// How many guesses, at most `most`, fit into a chunk behind those of n tokens not yet evaluated?
 static int guesses_fit(const Session *s, int n, int most) {
     const Model *m = s->m;
     int start = s->history.n - s->unseen;
@@ -8187,7 +8208,8 @@ typedef struct {
 
 // Writes the next guesses behind the text, n tokens of the history; `left` ids may still follow
 // (-1: any number). If all stood, about twice as many may run (1, 3, 7), else as many as stood. One
-// more than runs is written, because it tells when the text repeats itself where none may run.
+// more guess is written than may run, because it tells when the text repeats itself where none may
+// run.
 static void guess_next(Session *s, Guesses *g, int n, int left) {
     if (g->written && g->stood < (int)larger(g->run, 1)) g->most = g->stood;
     else if (g->written) g->most = smaller(2 * g->most + 1, s->o.draft);
@@ -9490,29 +9512,29 @@ int main(int argc, char **argv) {
 // ---- appendix: Unicode ----
 //
 // UTF-8, and what the tokenizers need of the Unicode standard, version 15.1: three tables of ranges
-// of characters, each range with a value, made from the standard's UnicodeData.txt:
+// of characters, each range with a value, made from the standard's UnicodeData.txt.
 //   - CLASSES: s for the categories Z*, U+0009 to U+000D and U+0085; for others the first letter of
 //     the category. But letters of ASCII are u (Lu) or l, and of the other letters those of Lu, Ll
 //     or Lt are c in the blocks that deepseek-llm's list of letters with case knows: 0080-0556,
 //     10A0-10C5, 13A0-13FD, 1C90-2CFF, A640-A78E, AB70-FF5A, 10400-104FB, 10C80-10CF2, 118A0-118DF
 //     and 1E900-1E943; the rest are x.
-//   - LOWER: the lower case (field 14, from 1) minus the character. Where that is 1, both of the
-//     pair have the value 0 if the upper case is even, else -1.
+//   - LOWER: the lower case (field 14, from 1) minus the character. If that is 1, both characters
+//     of the pair have the value 0 where the upper case is even, else -1.
 //   - BASE: the first character of the decomposition (field 6), if that has no <tag>, and of the
 //     decomposition of that one, and so on; for Hangul syllable number i, U+1100 + i / 588.
-// Characters in a row that have one value are one range. It is written as up to 3 numbers:
+// Characters in a row that have one value are one range, written as up to 3 numbers:
 //   - 4 times its value minus that of the range before, where 0, -1, 1, -2, 2 are written 0, 1, 2,
 //     3, 4; plus 2 if characters lie between the two ranges; plus 1 if it has several characters;
-//   - only if some lie between: how many more than one;
-//   - only if it has several: how many more than two.
+//   - if characters lie between: their number less one;
+//   - if it has several: their number less two.
 // The last digit of a number has base 60, '#' (0) to '^' (59); digits before it have base 32, '_'
-// (0) to '~' (31), so that one sees where a number ends. Each line starts afresh, at character 0
-// with value 0, so that a binary search over the lines finds the one to read.
+// (0) to '~' (31), so that one sees where a number ends. Each line begins again at character 0 with
+// value 0, so that a binary search over the lines finds the one to read.
 //
 // UNICODE_LOWER begins with "c6`';&`K8". Here c6 is 4 * 60 + 19 = 259 = 4 * 64 + 3: 64 is written
-// for 32, what to add to 'A' for 'a', and both other numbers follow. `' is 1 * 60 + 4 = 64: after
-// 65 characters, at 'A', the range begins; ; is 24, so it has 26, to 'Z'. Then & is 3: 32 again;
-// `K is 100: 101 characters after 'Z', at U+00C0, is the next range; 8 is 21: it ends at U+00D6.
+// for 32, the value of 'A', as 'a' is 'A' + 32, and both other numbers follow. `' is 1 * 60 + 4 =
+// 64: 65 characters lie before 'A'. ; is 24: the range has 26, to 'Z'. Then & is 3: 32 again; `K is
+// 100: 101 characters lie between 'Z' and U+00C0; 8 is 21: the range has 23, to U+00D6.
 
 static const char *const UNICODE_CLASSES[] = {   // the index into "ulcxNMPSsC" below
     "`0*(&,3'0$+('+(%0+4#,$(#P;T$+'+P;K+'+4'',;'/,&',#?;+30%8#;GD#+7';0$3@8KH@KHb0+(%,%(b=+(<,3D%",
@@ -9559,7 +9581,7 @@ static const char *const UNICODE_CLASSES[] = {   // the index into "ulcxNMPSsC" 
     ">bg~.adUUjquK&@`EBa*b]F``z^`ac/&$`ac/",
 };
 
-static const char *const UNICODE_LOWER[] = {   // what to add; 0, -1: pairs, upper even, odd
+static const char *const UNICODE_LOWER[] = {   // the number to add; 0, -1: pairs, see above
     "c6`';&`K8&#(c2CQy?yF#'*#1.#Oo'o$'{-$z\\%z?zD#z@#z<#iM#o;+z,#z?3E#/zT#{-$3-#{@'|'|,#|/|&$#|'",
     "*f-#|(#|$%|7|,#&$#5(8#;0#383.#35#0%kWd?f@Ip3p:#3`k~9(`k~<#tC`lsK`k~&$#xS`b/3h<+&cR%&$#nA)i9(",
     "c^n&$bI#*##c*#2&#*b-E`&*9f]&fZ$#O\\#p6#${$1e8Ac2RC&*Wa#a(/.#`Ee>#G}a.`o+G%#%'cbt:k$`5d`{P'",
@@ -9633,7 +9655,7 @@ static size_t utf8_length(char first) {   // bytes of the character that begins 
     return c < 0xF0 ? 3 : 4;
 }
 
-// the character at s, of n bytes; *used: how many of them it took
+// the character that begins text s [n], and in *used the number of its bytes
 static uint32_t utf8_decode(const char *s, size_t n, size_t *used) {
     size_t len = utf8_length(s[0]);
     uint32_t c = len == 1 ? (uint8_t)s[0] : s[0] & (0x7Fu >> len);
@@ -9690,33 +9712,30 @@ static int32_t range_value(const char *const *line, size_t n, uint32_t c, int32_
     return otherwise;
 }
 
-static const struct { char letter; uint32_t first, last; } MORE_CLASSES[] = {
-    {' ', ' ', ' '}, {'/', '/', '/'}, {'d', '0', '9'}, {'n', '\n', '\n'}, {'r', '\n', '\n'},
-    {'r', '\r', '\r'}, {'f', '$', '$'}, {'f', '+', '+'}, {'f', '<', '>'}, {'f', '^', '^'},
-    {'f', '|', '|'}, {'f', '~', '~'}, {'t', '`', '`'}, {'a', '!', '/'}, {'a', ':', '@'},
-    {'a', '[', '`'}, {'a', '{', '~'}, {'p', '!', '/'}, {'p', ':', '~'}, {'p', 0x2018, 0x201F},
-    {'p', 0x3001, 0x3002}, {'p', 0xFF01, 0xFF0F}, {'p', 0xFF1A, 0xFF5E}, {'k', 0x3040, 0x30FF},
-    {'k', 0x4E00, 0x9FA5}, {'K', 0x800, 0x9FA5}, {'K', 0xAC00, 0xD7FF}, {'h', 0x3400, 0x4DBF},
-    {'h', 0x4E00, 0x9FFF}, {'h', 0xF900, 0xFAFF}, {'h', 0x20000, 0x2A6DF}, {'h', 0x2A700, 0x2B81F},
-    {'h', 0x2B920, 0x2CEAF}, {'h', 0x2F800, 0x2FA1F}, {'H', 0x2B820, 0x2B91F},
-    {'H', 0x2CEB0, 0x2EBEF}, {'b', '!', '!'}, {'b', '(', ')'}, {'b', ',', ','}, {'b', '.', '.'},
-    {'b', '?', '?'}, {'b', '|', '|'}, {'b', 0x60C, 0x60C}, {'b', 0x6D4, 0x6D4}, {'b', 0x964, 0x964},
-    {'b', 0x2026, 0x2026}, {'b', 0x3001, 0x3002}, {'b', 0xFF0C, 0xFF0C}, {'g', 0x3131, 0x318E},
-    {'g', 0xAC00, 0xD7A3}, {'z', 0x3105, 0x312F}, {'q', 0x2014, 0x2014}, {'q', 0x2018, 0x2019},
-    {'q', 0x201C, 0x201D}, {'q', 0x2026, 0x2026}, {'q', 0x3001, 0x303F}, {'q', 0xFE30, 0xFE4F},
-    {'q', 0xFF01, 0xFF01}, {'q', 0xFF0C, 0xFF0C}, {'q', 0xFF1A, 0xFF1B}, {'A', 0xE40, 0xEFF},
-    {'A', 0x1000, 0x109F}, {'A', 0x1100, 0x11FF}, {'A', 0x1780, 0x17FF}, {'A', 0x2F00, 0x2FDF},
-    {'A', 0x3040, 0x30FF}, {'A', 0x3400, 0x4DBF}, {'A', 0x4E00, 0xFAFF}, {'A', 0xFF65, 0xFF9F},
+// each class's ranges, as pairs of a first and a last character
+static const struct { char letter; const uint32_t *ranges; } MORE_CLASSES[] = {
+    {' ', U"  "}, {'/', U"//"}, {'d', U"09"}, {'n', U"\n\n"}, {'r', U"\n\n\r\r"}, {'t', U"``"},
+    {'f', U"$$++<>^^||~~"}, {'a', U"!/:@[`{~"}, {'k', U"\u3040\u30FF\u4E00\u9FA5"},
+    {'p', U"!/:~\u2018\u201F\u3001\u3002\uFF01\uFF0F\uFF1A\uFF5E"}, {'z', U"\u3105\u312F"},
+    {'K', U"\u0800\u9FA5\uAC00\uD7FF"}, {'g', U"\u3131\u318E\uAC00\uD7A3"},
+    {'h', U"\u3400\u4DBF\u4E00\u9FFF\uF900\uFAFF\U00020000\U0002A6DF\U0002A700\U0002B81F"
+          U"\U0002B920\U0002CEAF\U0002F800\U0002FA1F"},
+    {'H', U"\U0002B820\U0002B91F\U0002CEB0\U0002EBEF"},
+    {'b', U"!!(),,..??||\u060C\u060C\u06D4\u06D4\u0964\u0964\u2026\u2026\u3001\u3002\uFF0C\uFF0C"},
+    {'q', U"\u2014\u2014\u2018\u2019\u201C\u201D\u2026\u2026\u3001\u303F\uFE30\uFE4F\uFF01\uFF01"
+          U"\uFF0C\uFF0C\uFF1A\uFF1B"},
+    {'A', U"\u0E40\u0EFF\u1000\u109F\u1100\u11FF\u1780\u17FF\u2F00\u2FDF\u3040\u30FF\u3400\u4DBF"
+          U"\u4E00\uFAFF\uFF65\uFF9F"},
 };
 
 static uint64_t unicode_classes(uint32_t c) {
     int32_t k = range_value(UNICODE_CLASSES, COUNT(UNICODE_CLASSES), c, 10);
     uint64_t set = CLASS("ulcxNMPSsCO"[k]) | (k < 4 ? CLASS('L') : 0);
-    if (c == '~') set = 0;   // llama.cpp's expressions do not know it as a symbol
-    if (k == 8 && c >= 0x80) return set;   // the lists above know such a space only as white space
+    if (c == '~') set = 0;   // llama.cpp's expressions do not count it as a symbol
+    if (k == 8 && c >= 0x80) return set;   // a space beyond ASCII is in no other class
     for (size_t i = 0; i < COUNT(MORE_CLASSES); i++)
-        if (c >= MORE_CLASSES[i].first && c <= MORE_CLASSES[i].last)
-            set |= CLASS(MORE_CLASSES[i].letter);
+        for (const uint32_t *range = MORE_CLASSES[i].ranges; *range; range += 2)
+            if (c >= range[0] && c <= range[1]) set |= CLASS(MORE_CLASSES[i].letter);
     return set | (set & CLASS('L') && !(set & (CLASS('h') | CLASS('H'))) ? CLASS('y') : 0);
 }
 
