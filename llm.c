@@ -3964,8 +3964,7 @@ static bool rows_resident(const Session *s, int p) {
 //   unigram, t5           the whole text   as the file's table says         (highest sum of scores)
 
 // UTF-8 and Unicode, from the appendix. utf8_decode reads a bad byte as UTF8_BAD, but lets overlong
-// forms and surrogates pass; utf8_valid rejects all three. unicode_fold returns 0 for a character
-// that BERT drops.
+// forms and surrogates pass; utf8_valid rejects all three. unicode_fold: 0 means that BERT drops c.
 enum { UTF8_BAD = 0xFFFD };
 #define CLASS(letter) (1ull << ((letter) & 63))
 static size_t utf8_length(char first);
@@ -4005,8 +4004,7 @@ static uint64_t hash_text(uint64_t hash, Str s) {   // hash: of the text in fron
     return hash;
 }
 
-// the slot of a string, or the empty slot where it would go; NULL: the file's strings are made to
-// collide
+// the slot of a string, or the empty slot where it would go; NULL: strings are made to collide
 static uint32_t *dictionary_slot(const Dictionary *d, uint64_t hash, Str s) {
     hash = (hash ^ hash >> 32) * HASH_BASE >> 32;   // all bits count
     for (int probe = 0; probe < 1000; probe++) {
@@ -4181,9 +4179,8 @@ static size_t contraction_length(const Char *ch, size_t n, bool any_case) {   //
     return (a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l') ? 3 : 0;
 }
 
-// Returns the end of what the alternative `rule` matches at ch in a piece that ends at `end`, or
-// NULL. An item takes all the characters it can, and gives them back one by one until the rest of
-// the rule matches.
+// Returns the end of the match of an alternative at ch, or NULL; the piece ends at `end`. An item
+// takes all it can, and gives back one character after the other until the rest matches.
 static Char *rule_match(const char *rule, Char *ch, Char *end) {
     if (!*rule || *rule == '|') return ch;
     if (*rule == '!')
@@ -4335,8 +4332,8 @@ static void word_join(Work *w) {
     }
 }
 
-// WordPiece and unigram try every part of a word that is as long as some token. The hashes
-// [n_text + 1] of the word's beginnings make each try one step.
+// WordPiece and unigram try every part of a word that is as long as some token. With the hashes
+// [n_text + 1] of the word's beginnings each try is one step.
 static void hash_beginnings(const Work *w, uint64_t *hash) {
     hash[0] = 0;
     for (size_t i = 0; i < w->n_text; i++) hash[i + 1] = hash[i] * HASH_BASE + (uint8_t)w->text[i];
@@ -4350,8 +4347,7 @@ static int32_t token_of_length(const Work *w, const uint64_t *hash, size_t i, Le
     return slot ? (int32_t)*slot - 1 : -1;
 }
 
-// WordPiece takes the longest token that fits, again and again. If none fits, the whole word is
-// unknown.
+// WordPiece takes the longest token that fits, again and again; if none fits, the word is unknown.
 static void word_pieces(Work *w) {
     const Dictionary *d = &w->t->tokens;
     size_t before = w->out->n;
@@ -4458,8 +4454,7 @@ static void append(char *out, uint64_t *len, const char *s, size_t n) {   // out
     *len += n;
 }
 
-// Spells a fragment as unigram's tokens are spelled, and returns the number of bytes; out NULL:
-// only counts them.
+// Spells a fragment as unigram's tokens are spelled; returns its bytes. out NULL: only counts them.
 static uint64_t unigram_spell(const Tokenizer *t, const char *s, size_t n, char *out) {
     uint64_t len = 0;
     bool owed = t->space_prefix;   // a space must come before the next character but a space
@@ -4689,7 +4684,7 @@ static const Meta *vocab_array(const Gguf *g, const char *key, size_t n, Error *
     return NULL;
 }
 
-// Reads a dictionary from an array of strings. Only the first `most` strings can be found in it.
+// Reads an array of strings, of which only the first `most` can be found.
 static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, int most, Error *e) {
     const Meta *m = vocab_array(g, key, 0, e);
     size_t size = 16;
@@ -5202,9 +5197,8 @@ static int64_t length(Template *t, Value v) {
     return v.kind == V_STRING ? characters(t, v.s) : items_of(t, v).n;
 }
 
-// The index v as one in 0 .. n. Python counts a negative index from the end, and moves one beyond
-// either end to that end. A v that is no whole number is `otherwise`.
-static int64_t bound(Value v, int64_t n, int64_t otherwise) {
+// index v of a slice, within 0 .. n; a negative one counts from the end
+static int64_t bound(Value v, int64_t n, int64_t otherwise) {   // if v is no whole number
     int64_t i = is_int(v) ? v.i : otherwise;
     if (i < 0) i += n;
     if (i < 0) return 0;
@@ -5268,8 +5262,7 @@ static Str json_text(Template *t, Str s, Str text) {   // s, then text between q
     return concat(t, s, str("\""));
 }
 
-// s, then v as JSON. Each element gets a line that begins with `line` and `indent`; if `line` is
-// empty, all elements stand in one line.
+// s, then v as JSON. Each element's line begins with `line` and `indent`; line empty: one line.
 static Str json(Template *t, Str s, Value v, Str line, Str indent) {
     bool dict = v.kind == V_DICT;
     enter(t);
@@ -5658,9 +5651,8 @@ static bool begins_tag(const char *p, bool raw) {   // does a tag end a text her
     return raw ? p[1] == '%' && str_eq(tag_name(p), "endraw") : strchr("{%#", p[1]) != 0;
 }
 
-// Reads a comment, which becomes an empty text, or text up to the next tag (in raw: up to endraw).
-// That tag takes white space in front of it: a - takes all, and a statement or comment without +
-// takes the white space that begins its line.
+// Reads a comment, as an empty text, or text up to the next tag, in raw up to endraw. The tag takes
+// white space in front of it: with - all, a statement or comment without + that of its line.
 static bool read_text(Template *t, Value *v) {
     const char *start = t->p, *end = start, *line;
     if (start != t->tag_end) return false;   // within a tag
@@ -5831,9 +5823,8 @@ static Value look_up(Template *t, Value name) {
     return is(name.s, FUNCTIONS) ? *entry(t, t->builtins, name) : undefined_value(name.s);
 }
 
-// Calls a macro, whose value is the text that it prints, or a builtin. A parameter is the argument
-// in its place, or else the argument of its name, or else its default. A namespace has no
-// parameters: it keeps all names.
+// Calls a macro, whose value is the text that it prints, or a builtin. A parameter takes the
+// argument in its place, or of its name, or its default. A namespace, without any, keeps all names.
 static Value call(Template *t, Value f, Args a) {
     const Macro *m = must_be(t, f, V_MACRO).macro;
     Dict *scope = t->scope, *own = t->scope = new_dict(t, m->scope);
@@ -5925,8 +5916,7 @@ static Value eval_chain(Template *t, const Node *n) {
     return v;
 }
 
-// Sets one target to v, or several targets to the items of v. A target is x, namespace.x or
-// (targets).
+// Sets one target to v, or several to the items of v; a target is x, namespace.x or (targets).
 static void assign(Template *t, const Node *targets, Value v) {
     List items = targets->first->next ? items_of(t, v) : (List){&v, 1};
     size_t i = 0;
@@ -5947,9 +5937,8 @@ static Value captured(Template *t, const Node *block) {   // its text; the block
     return v;
 }
 
-// Each turn has a scope of its own. All items are tested first, because the loop knows its length.
-// A break or continue in t->flow stops every block up to the loop. Inlined, this function would
-// double the stack that eval takes.
+// Each turn has a scope. All items are tested first, because the loop knows its length. A break or
+// continue in t->flow stops every block up to the loop. Inlined, it would double eval's stack.
 __attribute__((noinline)) static Value run_for(Template *t, const Node *n) {
     const Node *targets = n->first, *test = child(n, R_cond), *body = child(n, R_block);
     List all = items_of(t, eval(t, targets->next)), items = test ? (List){0} : all;
@@ -6129,14 +6118,12 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 
 // ==== Part V: speed =============================================================================
 //
-// Nearly all time goes into matrix products. For one token (decode) a product reads every weight
-// and uses it once; for a few tokens it uses each weight a few times. Then memory sets the speed,
-// if the decoding of the weights keeps up. For a chunk (prefill) each weight is used n times, so
-// panels of weights are decoded once, stay in the cache and meet all tokens. Block formats meet
-// activations rounded to int8, with a scale per 32, because one instruction multiplies up to 64
-// bytes; float weights meet float activations. (In prefill AMX takes sums of bf16 for all of them,
-// and a CPU without fast products of bytes takes floats.) The number of threads never changes a
-// sum.
+// Nearly all time goes into matrix products. One token or a few (decode) read every weight and use
+// it once or a few times: memory sets the speed, if the decoding of weights keeps up. A chunk
+// (prefill) uses each weight n times, so panels of weights are decoded once, stay in the cache and
+// meet all tokens. Weights of block formats meet activations rounded to int8, because one
+// instruction multiplies up to 64 bytes, and float weights meet floats. (In prefill AMX takes sums
+// of bf16 for both, and a CPU without dot_bytes floats.) The number of threads never changes a sum.
 //
 //   26 the machine     CPUs, clock, terminal, prefetching; sums, e^x and soft caps of rows
 //   27 threads         the pool; with LLM_PLAIN, Part I's plain loops in place of sections 28 to 37
@@ -6158,9 +6145,8 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 
 // ---- 26. the machine ----
 
-// Returns the number of CPUs, at most n, that a container lets this process use: the process's
-// group, or a group around it, may have a quota of time in each period. Only tests have a root
-// other than "".
+// Returns the number of CPUs, at most n, that a container allows: the process's group, or one
+// around it, may have a quota of time in each period. Only tests have a root other than "".
 static UNUSED int within_quota(const char *root, int n) {
     static const char *const files[] = {"cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"};
     char group[PATH_MAX], path[2 * PATH_MAX];
@@ -6270,8 +6256,8 @@ static void soft_cap(float *x, size_t n, float cap) {
     }
 }
 
-// Weights are prefetched. L1 can have some 16 requests of 64 bytes in flight, which is 10 GB/s at
-// 100 ns each, and L2 48. So L2 fetches from memory far ahead of the reader, and L1 from L2 shortly
+// Weights are prefetched. L1 can have some 16 requests of 64 bytes in flight, 10 GB/s at 100 ns
+// each, and L2 48. So L2 fetches from memory far ahead of the reader, and L1 from L2 shortly
 // before.
 #if defined(__AMX_TILE__) || defined(__AMXTILE__)   // gcc, clang
 enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes; these are the fastest on a Xeon
@@ -6478,18 +6464,17 @@ static void narrow(const float *x, int n, uint16_t *to) {
 
 // ---- 28. instructions ----
 //
-// The loops below are written once for all CPUs, in plain C on vectors as wide as the CPU's: vf has
-// LANES floats, vi as many int32, and vb and vub have four bytes in each lane. `a + b * c` is one
-// or two instructions for 4, 8 or 16 numbers. Few functions need intrinsics, of AVX-512 VNNI, AVX2
-// with or without VNNI, NEON with or without products of bytes; other CPUs get plain C. INT8_TILE
-// says that products of bytes are faster than products of floats also for many tokens.
+// The loops of Part V are plain C on vectors as wide as the CPU's: vf has LANES floats, vi as many
+// int32, vb and vub four bytes in each lane. `a + b * c` is one or two instructions for 4, 8 or 16
+// numbers. Few functions need intrinsics, of AVX-512 VNNI, AVX2 with or without VNNI, NEON with or
+// without products of bytes; other CPUs get plain C. INT8_TILE: products of bytes are faster than
+// products of floats for many tokens, too.
 //   dot_bytes   adds four products of bytes, w[0..3] * x[0..3], to each lane. VNNI takes w as
 //               unsigned, so CODE_BIAS is added to signed codes. AVX2's vpmaddubsw adds pairs of
 //               unsigned times signed bytes in 16 bits, so it gets |w| and x with the sign of w:
 //               the product is the same, and a pair, at most 2 * 128 * 127, fits
-//   dot_pairs   does the same for small unsigned codes if PAIRS is set. It adds a run of products,
-//               from `begins` to `ends`, in 16 bits and widens the sum once, mostly in 2
-//               instructions where dot_bytes has 5
+//   dot_pairs   does the same for small unsigned codes if PAIRS is set: a run of products, from
+//               `begins` to `ends`, is added in 16 bits and widened once
 //   dot_scaled  scales a dot product that began at ROUNDER_BITS. ROUNDER times the scale of any
 //               format is exact, so one multiply-add takes it off and rounds once
 //   evens, odds give both lanes of a pair its first or its second number
@@ -6687,8 +6672,7 @@ typedef struct {
     MatvecFn *matvec;
     int bytes;                 // of 256 weights
     bool block;                // not floats
-    bool per16;                // each 16 weights have a d and m, not each 32
-    bool offsets;              // m is not always 0
+    bool per16, offsets;       // d and m per 16 weights, not per 32; m is not always 0
     int bias;                  // code + bias is never negative; 0 if there are offsets
     int max_pairs;             // longest run that dot_pairs may add; 0: use dot_bytes
 } Format;
@@ -6704,14 +6688,13 @@ static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
 // Adds the products of 256 weights, decoded from b, and of each token's activations acts[t][at] to
 // the lanes of sums[t][0]. In the order of TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold
 // numbers 8 k .. 8 k + 7 of group g, four in each lane. So a lane meets one group only: its
-// products for k = 0..3 are added as integers, then converted and scaled once. With a scale per 16
-// weights (per16) this is done twice, for k = 0, 1 with the scale of the group's first half, for k
-// = 2, 3 with that of its second half.
+// products for k = 0..3 are added as integers, then converted and scaled once; with a scale per 16
+// weights (per16) twice, for k = 0, 1 with the scale of the group's first half, for k = 2, 3 with
+// that of its second.
 //
-// sums[t][1] collects what the codes do not say. A weight d q + m adds m times its activation, so
-// it collects m times the known sums of activations. If a format's codes are signed, but the
-// products take unsigned ones, `bias` is added to the codes; then sums[t][1] collects d times the
-// sums, and block_matvec subtracts `bias` times that.
+// A weight d q + m also adds m times its activation: sums[t][1] collects m times the known sums of
+// activations. If codes are signed but products take unsigned ones, `bias` is added to the codes,
+// sums[t][1] collects d times the sums, and block_matvec subtracts `bias` times that.
 INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int tokens,
                    const TokenActs *const *acts, size_t at, vf sums[][2]) {
     int8_t q[256] __attribute__((aligned(64)));
@@ -6752,8 +6735,7 @@ INLINE void put_sums(vf sums[][LANES], int n, int64_t i, int64_t rows, float *ou
     }
 }
 
-// `tokens` is a constant, so that sums stay in registers. It is job->n or more; then copies of the
-// last token fill up, and their sums are not used.
+// `tokens`, job->n or more, is a constant, so that sums stay in registers; the last token repeats.
 INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_ARGS) {
     int64_t cols = job->w->cols, step = (cols + 255) / 256;
     int bytes = f->bytes, n = job->n;
@@ -6961,9 +6943,9 @@ static void transpose(const void *rows, int stride, int columns, void *to) {
 }
 #endif
 
-// Adds sums [PANELS][tokens][16] to out, as far as the job has such rows and tokens. The sums of a
-// row's first weights overwrite out, those of its last weights also bring the matrix's scale and
-// bias.
+// Adds sums [PANELS][tokens][16] to out, as far as the job has such rows and tokens. Those of a
+// row's first weights overwrite out; those of its last weights bring the matrix's scale and bias,
+// too.
 static void tile_out(const Product *p, int tokens, const vf *sums) {
     const Matrix *w = p->job->w;
     bool overwrites = p->k == 0, is_last = p->k + p->depth == w->cols;
@@ -7164,9 +7146,8 @@ INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scal
             total[(v / VECTORS * T + t) * VECTORS + v % VECTORS] = sum[v][t];
 }
 
-// Each MULTIPLY(scales, offsets, max_pairs) is a tile_int8 of its own, with loops unrolled. The
-// first five are for formats with max_pairs, whose offsets may also be those that subtract a bias;
-// the other four use dot_bytes.
+// Each MULTIPLY(scales, offsets, max_pairs) is a tile_int8 with unrolled loops: five of dot_pairs,
+// whose offsets may be there to subtract a bias, and four of dot_bytes.
 static void int8_multiply(const Product *p, vf *sum) {
     const Format *f = &formats[p->job->w->type];
     int pairs = PAIRS ? f->max_pairs : 0, offsets = !PAIRS && f->offsets;
@@ -7268,12 +7249,9 @@ static void matmul_task(Task t) {
     const JobPlan *plan = call->job;
     while (t.i >= plan[1].first_task) plan++;
     const Matrix *w = plan->job->w;
-    int n = plan->job->n, strip = t.i - plan->first_task, half = -1;   // -1: the whole strip
-    int past = strip - plan->whole;
-    if (past >= 0) {
-        half = past % 2;
-        strip = plan->whole + past / 2;
-    }
+    int n = plan->job->n, i = t.i - plan->first_task, past = i - plan->whole;
+    int strip = past < 0 ? i : plan->whole + past / 2;
+    int half = past < 0 ? -1 : past % 2;   // of the strip; -1: all of it
     int64_t r = strip * plan->task_rows, end = smaller(r + plan->task_rows, w->rows);
     if (n <= FEW) {
         int64_t middle = smaller(r + plan->task_rows / 2, end);
@@ -7342,8 +7320,7 @@ static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
     }
 }
 
-// Computes the products of k jobs. Like attention, it takes its buffers from the arena, and without
-// buffers it only counts them.
+// Computes k products; an arena without memory only counts the buffers that they take.
 static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
     MatmulCall call;
     size_t mark = arena->used;
@@ -7551,8 +7528,7 @@ static void many_task(Task t) {
     }
 }
 
-// Cuts the queries into tasks: the more queries a task has, the fewer tasks pack the same keys; but
-// each thread needs four tasks.
+// Cuts queries into large tasks, because each packs all its keys; but each thread needs four.
 static void attend_many(Pool *p, Arena *arena, const Attention *a) {
     int step = PANELS * TILE;   // queries that `attend` takes
     ManyCall call = {.a = a, .tile = &float_attention, .sharing = a->n_head / a->n_kv};
@@ -7571,14 +7547,13 @@ static void attend_many(Pool *p, Arena *arena, const Attention *a) {
 
 // ---- 36. attention of a few queries ----
 //
-// Each query is by itself, so that its sums do not depend on the others. Memory sets the speed. It
-// has 2 * (hd + vd) bytes per row and KV head, which are read once for all query heads that share
-// them. Of a block, BLOCK_KEYS rows, first the keys are read and then the values, in the order of
-// memory. With each row the same row of the next block is prefetched, so that memory never waits
-// for arithmetic. SPLIT_BLOCKS blocks make a split. A task does a split for one query after the
-// other, the first of which brings the rows into L2. Each split of a head has its own largest score
-// and sums, a Partial, and the thread that finishes the last split of a unit joins the unit's
-// Partials.
+// Each query is by itself, so that its sums do not depend on the others. Memory sets the speed: 2 *
+// (hd + vd) bytes per row and KV head, read once for all query heads that share them. Of a block,
+// BLOCK_KEYS rows, first the keys are read and then the values, in the order of memory, and with
+// each row the same row of the next block is prefetched, so that memory never waits for arithmetic.
+// A task does a split, SPLIT_BLOCKS blocks, for one query after the other; the first one brings the
+// rows into L2. Each split of a head has its own largest score and sums, a Partial, and the thread
+// that finishes the last split of a unit joins the unit's Partials.
 //
 // An example: the query at position 299 sees 300 rows, 10 blocks in 3 splits of 4, 4 and 2. 8 heads
 // share 2 KV heads. With 2 threads 2 units (4 heads each) times 3 splits are 6 tasks. Task 4 has
@@ -7794,8 +7769,8 @@ static void attention(Pool *p, Arena *arena, const Attention *a) {
 // instruction multiplies 16 x 32 by 32 x 16 bf16 numbers, with float sums, in 16 cycles. Block
 // formats become bf16, scales and offsets included, and so do their activations, which is closer to
 // exact than int8. A float is the sum of three bf16 parts, an f16 of two. f32 weights take the six
-// largest of nine products, bf16 weights two, and f16 weights four, because their activations keep
-// two parts (17 bits). 2 x 2 tiles share their operands, so there is one load per product.
+// largest of nine products, f16 weights four, with two parts (17 bits) of each activation, bf16
+// weights two. 2 x 2 tiles share their operands: one load per product.
 
 #ifdef SIMD_AMX
 #include <sys/syscall.h>
