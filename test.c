@@ -2667,7 +2667,7 @@ static void test_tokenizer_streaming(void) {
     put_keys(&w, "tokenizer.ggml", "token_type=1,6,6,6,6,1,3,2,1");
     key_array(&w, "tokenizer.ggml.scores", GGUF_F32, 9, scores, sizeof scores);
     const Tokenizer *t = written_tokenizer(&w);
-    REQUIRE(t->detokenize_max <= sizeof out, "%zu bytes a piece", t->piece_max);
+    REQUIRE(t->detokenize_max <= sizeof out, "%zu bytes a token", t->detokenize_max);
     for (size_t i = 0; i < COUNT(steps); i++) {
         size_t n = detokenize(t, &d, steps[i].id, out);
         CHECK(n == strlen(steps[i].text) && !memcmp(out, steps[i].text, n), "step %zu", i);
