@@ -4052,10 +4052,9 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 //   s+            the space of " 1234", which no other alternative takes
 //
 // To add a pre-tokenizer, add its name to the row that has its rules, or add a row of at most six.
-// A new letter goes to unicode_classes, too. Then add words to test.c.
-enum { PRE_WHOLE = 1,    // a word that is a token stays whole
-       PRE_BOS = 2,      // BOS is added
-       PRE_SPACES = 4 }; // only spaces are respelled
+// A new letter goes to MORE_CLASSES, too. Then add words to test.c. The flags say that a word which
+// is a token stays whole, that BOS is added, and that only spaces are respelled.
+enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };
 typedef struct { const char *names; int flags; const char *rule[7]; } PreTokenizer;
 
 #define RULE_GPT2   "'| ?L+| ?N+| ?[^sLN]+|s+!|s+"
@@ -4336,7 +4335,7 @@ static void word_join(Work *w) {
 // [n_text + 1] of the word's beginnings each try is one step.
 static void hash_beginnings(const Work *w, uint64_t *hash) {
     hash[0] = 0;
-    for (size_t i = 0; i < w->n_text; i++) hash[i + 1] = hash[i] * HASH_BASE + (uint8_t)w->text[i];
+    for (size_t i = 0; i < w->n_text; i++) hash[i + 1] = hash_text(hash[i], (Str){w->text + i, 1});
 }
 
 // the token of this length at byte i of the word; -1: there is none, or the word ends first
@@ -5983,12 +5982,9 @@ static Value eval(Template *t, const Node *n) {
     case R_number: case R_string: case R_text: break;
     case R_wrong: unexpected(t, t->p);
     case R_name: v = look_up(t, v); break;
-    case R_value:   // first if .. else ..
-        k = truth(eval(t, first->next)) ? first : first->next->next;
-        if (k) v = eval(t, k);
-        break;
-    case R_if: case R_elif:
-        k = truth(eval(t, first)) ? block : block->next;
+    case R_value: case R_if: case R_elif:   // first if .. else .., or {% if first %} block
+        if (n->rule == R_value) k = truth(eval(t, first->next)) ? first : first->next->next;
+        else k = truth(eval(t, first)) ? block : block->next;
         if (k) v = eval(t, k);
         break;
     case R_not: v = bool_value(!truth(eval(t, first->next))); break;
