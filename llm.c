@@ -44,7 +44,7 @@
 //
 // Only Part VI calls exit or prints; but loading onto a GPU shows its progress on a terminal, and a
 // GPU that cannot be used or fails says so on stderr. A call takes less than 512 KB of stack.
-#define _GNU_SOURCE   // Linux: sched_getaffinity, memmem, strcasestr
+#define _GNU_SOURCE   // Linux: memmem (GGUF, templates), strcasestr (tokenizer), sched_getaffinity
 #define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32 bits
 #include <assert.h>
 #include <float.h>
@@ -3883,27 +3883,27 @@ static bool rows_resident(const Session *s, int p) {
 // ==== Part IV: text =============================================================================
 //
 //   a conversation   user "Hi"
-//       template_render: the template, a program in the file, writes a conversation as one text;
-//       bytes that the model did not write are marked (section 25)
+//       template_render runs the template, a program in the file, which writes the conversation as
+//       one text, and marks the bytes that the model did not write (section 25)
 //   text             "user: Hi\n"
-//       tokenize: cuts it into tokens, texts that the file's vocabulary has, and gives their ids,
-//       which are indices; in marked bytes it finds no control tokens (section 24)
+//       tokenize cuts the text into tokens, which are texts of the file's vocabulary, and returns
+//       their ids, which are indices; it finds no control token in marked bytes (section 24)
 //   ids              488 271 25 402 72 198
 //       session_eval and session_sample draw one id after the other (Part I)
 //   an id            488
-//       detokenize: the text of its token, "us" (section 24)
+//       detokenize returns the text of its token, "us" (section 24)
 //
-// Of section 24 read BPE first, which most models have: the rules, word_join, fragment_tokenize,
-// text_tokenize, tokenize; of section 25 GRAMMAR and eval.
+// Most models have BPE, so read that first in section 24: the rules, word_join, fragment_tokenize,
+// text_tokenize, tokenize. In section 25 read GRAMMAR and eval first.
 
 #include <ctype.h>             // what the Parts before do not need
 #include <setjmp.h>
 
 // ---- 24. tokenizer ----
 //
-// Text becomes ids in four steps: special tokens are cut out; rules split the rest into words; a
-// word is spelled as the vocabulary does; its parts join, two neighbours at a time, for as long as
-// the vocabulary knows their union. llama.cpp is the measure, to the last id.
+// Text becomes ids in four steps. Special tokens are cut out. Rules split the rest into words. Each
+// word is spelled as the vocabulary spells it. Its parts join, two neighbours at a time, as long as
+// the vocabulary knows the union. The ids must be llama.cpp's, to the last one.
 //
 //                         words            spelling                          what joins first
 //   SentencePiece, llama  the whole text   a space is U+2581                 highest score
@@ -3913,7 +3913,7 @@ static bool rows_resident(const Session *s, int p) {
 //   unigram, t5           the whole text   as the file's table says         (highest sum of scores)
 
 // UTF-8 and Unicode, from the appendix. utf8_decode reads a bad byte as UTF8_BAD, but lets overlong
-// forms and surrogates pass; utf8_valid rejects them all. unicode_fold is 0 of what BERT drops.
+// forms and surrogates pass; utf8_valid rejects all three. unicode_fold: 0 means that BERT drops c.
 enum { UTF8_BAD = 0xFFFD };
 #define CLASS(letter) (1ull << ((letter) & 63))
 static size_t utf8_length(char first);
@@ -3923,18 +3923,18 @@ static bool utf8_valid(uint32_t c, size_t used);
 static uint64_t unicode_classes(uint32_t c);   // a bit for each letter of the rules below
 static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents);
 
-// Byte-level BPE spells a byte that prints as itself, the other 68 as U+0100 to U+0143.
+// Byte-level BPE spells a printable byte as itself and the other 68 as U+0100 to U+0143.
 static uint32_t byte_to_char(uint8_t b) {
     if (b <= ' ') return b + 0x100;                   // 0x00 to 0x20: U+0100 to U+0120
     if (b >= 0x7F && b <= 0xA0) return b + 0xA2;      // U+0121 to U+0142
     return b == 0xAD ? 0x143 : b;
 }
 
-// bytes of a text at most; to tokenize one takes 200 times as many
+// a text has at most this many bytes; tokenize takes 200 times as much memory
 enum { TEXT_MAX = (SIZE_MAX / 256 < 1 << 28 ? 1 << 24 : 1 << 28) - 1 };
 
-// A dictionary of the file's own strings: a hash table of their indices. Of equal strings the first
-// counts. The merges of BPE are such strings, too: "left right".
+// A hash table from the file's strings to their indices; the first of equal strings counts. Besides
+// tokens the merges of BPE are in one, each as a string "left right".
 typedef struct { uint32_t n; uint64_t power; } Length;   // bytes of some strings; HASH_BASE^n
 typedef struct {
     uint32_t *slot;   // [mask + 1] 1 + index of a string, 0: empty; at most half are used
@@ -3945,15 +3945,15 @@ typedef struct {
     size_t n_lengths;
 } Dictionary;
 
-// The hash of a text is the number whose digits are its bytes. So the hash of any part b of a text
-// ab follows from those of two beginnings: hash(b) = hash(ab) - hash(a) * HASH_BASE^n, b's n bytes.
+// The hash of a text is the number whose digits are its bytes, so the hash of a part of it follows
+// from those of two beginnings: if b has n bytes, hash(b) = hash(ab) - hash(a) * HASH_BASE^n.
 #define HASH_BASE 0x9E3779B97F4A7C15
-static uint64_t hash_text(uint64_t hash, Str s) {   // of a text behind another's hash, or 0
+static uint64_t hash_text(uint64_t hash, Str s) {   // hash: of the text in front of s, or 0
     for (size_t i = 0; i < s.n; i++) hash = hash * HASH_BASE + (uint8_t)s.s[i];
     return hash;
 }
 
-// the slot of a string, or the empty one where it would go; NULL: strings made to collide
+// the slot of a string, or the empty slot where it would go; NULL: strings are made to collide
 static uint32_t *dictionary_slot(const Dictionary *d, uint64_t hash, Str s) {
     hash = (hash ^ hash >> 32) * HASH_BASE >> 32;   // all bits count
     for (int probe = 0; probe < 1000; probe++) {
@@ -3970,9 +3970,9 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
     return slot ? (int32_t)*slot - 1 : -1;
 }
 
-// A rule is a regular expression, which splits the pieces that the rule before it left. It tries
-// its alternatives in order, each takes all it can, and what lies between two matches is a piece,
-// too. A letter is a class of characters, as model families chose them (ranges: in the appendix):
+// A rule is a regular expression that splits the pieces left by the rule before it. It tries its
+// alternatives in order, and each takes all it can; a match is a piece, and so is the text between
+// two matches. A letter is a class of characters, as model families chose them (see the appendix):
 //
 //   u  A-Z                  N  numbers       P  punctuation             h  Chinese
 //   l  a-z                  d  0-9           S  symbols                 H  more of it
@@ -3989,20 +3989,20 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 //   !      here white space or     X3   one to three     w  a word, which goes on over
 //          the end must follow     X=n  2^n                 single spaces
 //
-// Three rules have one sign: $ splits off white space at the end of a piece, % splits digits in
-// threes from the right, & does so with numbers, and ends a piece behind them. RULE_LLAMA3, for
+// Three rules are a single sign: $ splits off the white space that ends a piece, % splits digits in
+// threes from the right, & splits numbers so and ends a piece behind them. RULE_LLAMA3, for
 // example, splits "It's 1234  ok!\n" into  It|'s| |123|4| | ok|!\n  with
 //   i             's
 //   [^rLN]?L+     It and " ok": letters, and one character in front that is none of r, L, N
 //   N3            123 and 4
 //    ?[^sLN]+r*   !\n
-//   s*r+          nothing here: the ends of lines, with white space in front
+//   s*r+          nothing here: it takes the ends of lines, with white space in front
 //   s+!           the first space of "  ok": + takes both, ! does not allow the o, + gives one back
-//   s+            the space of " 1234", which nothing else takes
+//   s+            the space of " 1234", which no other alternative takes
 //
-// Flags: a word that is a token stays whole; BOS is added; only spaces are respelled. To add a
-// pre-tokenizer, add its name to a row that has its rules, or a row with at most six; a new letter
-// also to unicode_classes; then words to test.c.
+// To add a pre-tokenizer, add its name to the row that has its rules, or add a row of at most six.
+// A new letter goes to MORE_CLASSES, too. Then add words to test.c. The flags say that a word which
+// is a token stays whole, that BOS is added, and that only spaces are respelled.
 enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };
 typedef struct { const char *names; int flags; const char *rule[7]; } PreTokenizer;
 
@@ -4056,8 +4056,8 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
 };
 
 enum { TOKENIZER_NONE, TOKENIZER_SPM, TOKENIZER_BPE, TOKENIZER_WPM, TOKENIZER_UNIGRAM };
-// Flags beside the type: EOG, generation ends here; TURN, it opens or closes a part of gpt-oss's
-// turns; STRIP, white space behind it is dropped.
+// A token's type has flags beside it: EOG ends generation, TURN opens or closes a part of a turn of
+// gpt-oss, and the white space behind STRIP is dropped.
 enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE,
        TOKEN_TYPE = 15, TOKEN_EOG = 16, TOKEN_TURN = 32, TOKEN_STRIP = 64 };
 enum { SPECIAL_TYPES = 1 << TOKEN_USER | 1 << TOKEN_CONTROL | 1 << TOKEN_UNKNOWN,
@@ -4082,12 +4082,12 @@ typedef struct Tokenizer {
     uint8_t *type;                   // [n_vocab]
     uint8_t *special_length;         // [tokens.longest + 1] has a special token this length?
     bool special_first[256];         // does a token that may be cut out begin with it?
-    size_t piece_max;                // most bytes that detokenize writes at once
+    size_t detokenize_max;           // most bytes that detokenize writes at once
 } Tokenizer;
 
-// An id need not be in the vocabulary: many models have rows for more tokens, as padding. Such a
-// token has no text and is unused.
-typedef struct { Str text; int type; } Token;   // its type with the flags
+// An id need not be in the vocabulary, because many models pad their embedding with rows for more
+// tokens. Such a token has no text and is unused.
+typedef struct { Str text; int type; } Token;   // type: with its flags
 
 static Token token_at(const Tokenizer *t, int32_t id) {
     bool known = id >= 0 && id < t->n_vocab;
@@ -4108,11 +4108,11 @@ typedef struct {
     const Tokenizer *t;
     Tokens *out;
     Char *ch;         // a fragment of the text, and its end
-    char *text;       // [n_text] a word of it, spelled; what follows is room for a merge
-    uint32_t *part;   // [n_text] bytes of the part of the word that begins here, 0: none does
-    uint64_t *cost;   // [2 * n_text] of joining, a tree
+    char *text;       // [n_text] a word of it, spelled, and behind the word room for a merge
+    uint32_t *part;   // [n_text] bytes of the part of the word that begins here; 0: none begins
+    uint64_t *cost;   // [2 * n_text] a tree of what it costs to join parts
     size_t n_text;
-    const char *all;             // the text, and where it is not to be trusted (tokenize)
+    const char *all;             // the whole text that tokenize got, and its marks
     const unsigned char *mark;
     int types;        // of tokens that are cut out of the text, 1 << TOKEN_...
     bool space;       // the next fragment begins with a space
@@ -4127,8 +4127,8 @@ static size_t contraction_length(const Char *ch, size_t n, bool any_case) {   //
     return (a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l') ? 3 : 0;
 }
 
-// Returns where the match of the alternative `rule` at ch ends, or NULL; the piece ends at `end`.
-// An item takes all it can; if what follows it does not match then, it gives back one by one.
+// Returns the end of the match of an alternative at ch, or NULL; the piece ends at `end`. An item
+// takes all it can, and gives back one character after the other until the rest matches.
 static Char *rule_match(const char *rule, Char *ch, Char *end) {
     if (!*rule || *rule == '|') return ch;
     if (*rule == '!')
@@ -4143,7 +4143,7 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
             if (ch->set & CLASS(' ') && (ch + 1 == end || !(ch[1].set & CLASS('L')))) break;
         return rule_match(rule + 1, ch, end);
     }
-    bool none = *rule == '[' && rule[1] == '^';   // of the set
+    bool none = *rule == '[' && rule[1] == '^';   // it matches none of the set
     uint64_t set = *rule == '[' ? 0 : CLASS(*rule);
     if (!set)
         for (rule += none ? 2 : 1; *rule != ']'; rule++) set |= CLASS(*rule);
@@ -4164,8 +4164,8 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
     return NULL;
 }
 
-// Returns where the first alternative of a rule that matches at ch ends; NULL: none does. To keep
-// s*r.. from looking for a line's end from each space, it is not tried before *dry: none is there.
+// Returns the end of the first alternative of a rule that matches at ch; NULL: none does. s*r.. is
+// not tried before *dry, because no line ends there: it would search on from each of many spaces.
 static Char *first_match(const char *rule, Char *ch, Char *end, Char **dry) {
     for (; rule; rule = strchr(rule, '|')) {
         if (*rule == '|') rule++;
@@ -4200,14 +4200,14 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
     }
 }
 
-// A word is a row of parts, at first its characters. To join the part at byte i with the next one
-// has a cost, leaf n + i of a tree; node k holds the lesser of nodes 2k and 2k + 1. So node 1, the
+// A word is a row of parts, at first its characters. Leaf n + i of a tree is the cost of joining
+// the part at byte i with the next one; node k is the lesser of nodes 2k and 2k + 1. So node 1, the
 // root, is the cheapest pair, of equal ones the leftmost. A join changes three leaves: n bytes take
 // O(n log n). In story.gguf merge 149 is "t h", 1 "h e", 29 "e n", 326 "he n", 903 "t he":
 //   t  h  e  n    leaves 149  1  29  -    nodes 2, 3:   1  29    root   1: join h and e
 //   t  he    n    leaves 903 326  -  -    nodes 2, 3: 326   -    root 326: join he and n
 //   t  hen        leaves   -  -   -  -    no merge is "t hen": the ids of "t" and "hen" are 83 582
-// Returns the leaf: the cost above 32 bits for i; UINT64_MAX: no part at i joins the next one.
+// Returns the leaf, the cost above the 32 bits of i; UINT64_MAX: no part at i joins the next one.
 static uint64_t pair_cost(Work *w, uint32_t i) {
     const Tokenizer *t = w->t;
     uint32_t a = w->part[i], b = i + a < w->n_text ? w->part[i + a] : 0, cost = 0;
@@ -4228,7 +4228,7 @@ static uint64_t pair_cost(Work *w, uint32_t i) {
     return found < 0 ? UINT64_MAX : (uint64_t)cost << 32 | i;
 }
 
-static void pair_update(Work *w, uint32_t i) {   // the leaf of the part at byte i, and all above it
+static void pair_update(Work *w, uint32_t i) {   // updates the part's leaf and all nodes above it
     uint64_t *tree = w->cost;
     size_t k = w->n_text + i;
     tree[k] = pair_cost(w, i);
@@ -4240,12 +4240,12 @@ static size_t character_bytes(const Work *w, size_t i) {   // at byte i of the w
     return len < n ? len : n;
 }
 
-static void add_id(Work *w, int32_t id) {   // there is room, see tokenize; id -1: nothing to add
+static void add_id(Work *w, int32_t id) {   // tokenize has made room; id -1: adds nothing
     if (id >= 0) w->out->id[w->out->n++] = id;
 }
 
-// Joins the parts of a word and adds their ids. A part that is no token is spelled by its bytes; a
-// byte that is none either is unknown in SentencePiece, and lost elsewhere.
+// Joins the parts of a word and adds their ids. A part that is no token becomes the tokens of its
+// bytes. A byte without a token is the unknown token in SentencePiece, and is dropped elsewhere.
 static void word_join(Work *w) {
     const Tokenizer *t = w->t;
     uint32_t *part = w->part;
@@ -4280,15 +4280,14 @@ static void word_join(Work *w) {
     }
 }
 
-// WordPiece, unigram: where any part of a word may be a token, only lengths that tokens have are
-// tried, with the hashes [n_text + 1] of the word's beginnings: a byte takes as many steps as there
-// are lengths.
+// WordPiece and unigram try every part of a word that is as long as some token. With the hashes
+// [n_text + 1] of the word's beginnings each try is one step.
 static void hash_beginnings(const Work *w, uint64_t *hash) {
     hash[0] = 0;
-    for (size_t i = 0; i < w->n_text; i++) hash[i + 1] = hash[i] * HASH_BASE + (uint8_t)w->text[i];
+    for (size_t i = 0; i < w->n_text; i++) hash[i + 1] = hash_text(hash[i], (Str){w->text + i, 1});
 }
 
-// the token that stands at byte i of the word and has this length; -1: none, or the word ends first
+// the token of this length at byte i of the word; -1: there is none, or the word ends first
 static int32_t token_of_length(const Work *w, const uint64_t *hash, size_t i, Length len) {
     if (len.n > w->n_text - i) return -1;
     uint64_t part = hash[i + len.n] - hash[i] * len.power;
@@ -4296,7 +4295,7 @@ static int32_t token_of_length(const Work *w, const uint64_t *hash, size_t i, Le
     return slot ? (int32_t)*slot - 1 : -1;
 }
 
-// WordPiece takes the longest token, again and again. A word that this cannot spell is unknown.
+// WordPiece takes the longest token that fits, again and again; if none fits, the word is unknown.
 static void word_pieces(Work *w) {
     const Dictionary *d = &w->t->tokens;
     size_t before = w->out->n;
@@ -4315,7 +4314,7 @@ static void word_pieces(Work *w) {
     }
 }
 
-// Writes a character as the vocabulary spells it and returns its bytes, 8 at most.
+// Writes a character as the vocabulary spells it, and returns the number of bytes, at most 8.
 static size_t character_spell(const Tokenizer *t, uint32_t c, char *out) {
     char bytes[4];
     size_t n = 0;
@@ -4329,7 +4328,7 @@ static size_t character_spell(const Tokenizer *t, uint32_t c, char *out) {
     return n;
 }
 
-// Decodes a fragment, splits it into words by the rules, spells each and adds the ids of its parts.
+// Decodes a fragment, splits it into words by the rules, spells the words and adds their ids.
 static void fragment_tokenize(Work *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
     bool spm = t->kind == TOKENIZER_SPM, wpm = t->kind == TOKENIZER_WPM;
@@ -4362,26 +4361,26 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
     w->space = false;
 }
 
-// A unigram vocabulary may say which strings replace others, such as "A" its full-width form. What
-// is replaced is in a double-array trie. Of a node x of 4 bytes:
+// A unigram vocabulary may replace some strings by others, for example a full-width A by "A". The
+// strings to be replaced are in a double-array trie. A node x of 4 bytes has
 //   label(x) = x & 0x800000FF      base(x) = (x >> 10) << (x & 512 ? 8 : 0)
 // From node i, byte c leads to node k = i ^ base(node[i]) ^ c, if c is the label of node[k]. If its
-// bit 8 is set, an entry ends there: bits 0 to 30 of node[k ^ base(node[k])] say where in `strings`
-// the replacement begins, which a 0 ends. Say "A", 65, becomes strings[4], "a ":
+// bit 8 is set, an entry ends there, and bits 0 to 30 of node[k ^ base(node[k])] say where in
+// `strings` the replacement begins, which ends with a 0. Say "A", 65, becomes strings[4], "a ":
 //   node[0]   = 0x600        base 256: A leads to 0 ^ 256 ^ 65 = 321
 //   node[321] = 0x541        label 65, so it is A; bit 8 is set; base 1: see 321 ^ 1 = 320
 //   node[320] = 0x80000004
 enum { CHARSMAP_MAX = 255 };   // bytes of an entry or of a replacement at most
 
 static uint32_t trie_node(const Tokenizer *t, uint32_t i) {
-    uint32_t x = UINT32_MAX;   // past the end: the label of no byte, and no string begins there
+    uint32_t x = UINT32_MAX;   // a node past the end is no byte's label, and no string begins there
     if (i < t->trie.n / 4) memcpy(&x, t->trie.s + (size_t)4 * i, 4);
     return x;
 }
 
 static uint32_t trie_base(uint32_t x) { return x >> 10 << (x & 512 ? 8 : 0); }
 
-// Returns how many bytes at s the longest entry has, 0: there is none; *to: what replaces them.
+// Returns the bytes of the longest entry at s (0: there is none), and in *to their replacement.
 static size_t charsmap_match(const Tokenizer *t, const char *s, size_t n, const char **to) {
     size_t match = 0;
     uint32_t i = 0, x = trie_node(t, 0);
@@ -4403,10 +4402,10 @@ static void append(char *out, uint64_t *len, const char *s, size_t n) {   // out
     *len += n;
 }
 
-// Spells a fragment as unigram's tokens are, and returns its bytes; out NULL: counts them only.
+// Spells a fragment as unigram's tokens are spelled; returns its bytes. out NULL: only counts them.
 static uint64_t unigram_spell(const Tokenizer *t, const char *s, size_t n, char *out) {
     uint64_t len = 0;
-    bool owed = t->space_prefix;   // a space is to come before the next character that is none
+    bool owed = t->space_prefix;   // a space must come before the next character but a space
     for (size_t i = 0, used; i < n; i += used) {
         const char *to = s + i;
         used = charsmap_match(t, s + i, n - i, &to);
@@ -4424,9 +4423,9 @@ static uint64_t unigram_spell(const Tokenizer *t, const char *s, size_t n, char 
     return len;
 }
 
-// Unigram takes the tokens whose scores have the greatest sum (Viterbi): best[i] is that of the
-// first i bytes, part[i] the length of the token that ends there. Tokens begin where characters do;
-// a character that is no token may be unknown, and unknown ones in a row are one.
+// Unigram takes the tokens whose scores have the greatest sum (Viterbi): best[i] is that sum for
+// the first i bytes, part[i] the length of the token that ends there. A token begins where a
+// character does. A character that is no token is unknown; unknown ones in a row are one token.
 static void unigram_reach(double *best, uint32_t *part, size_t from, size_t end, double score) {
     double sum = best[from] + score;
     if (part[end] && sum <= best[end]) return;
@@ -4477,8 +4476,8 @@ static void unigram_tokenize(Work *w, const char *s, size_t n_bytes) {
     free(best);
 }
 
-// The id of a special token of len bytes that stands at s and is to be cut out; -1: none is. In
-// what a user wrote, only tokens that anyone may write are.
+// The id of a special token of len bytes at s that is to be cut out; -1: there is none. In a text
+// that a user wrote, only tokens that anyone may write are cut out.
 static int32_t special_at(const Work *w, const char *s, size_t len) {
     const Tokenizer *t = w->t;
     if (!t->special_first[(uint8_t)*s]) return -1;
@@ -4489,7 +4488,7 @@ static int32_t special_at(const Work *w, const char *s, size_t len) {
     return marked && !anyone ? -1 : id;
 }
 
-// Cuts special tokens of up to len bytes out of a text, longer ones first wherever they stand, and
+// Cuts special tokens of up to len bytes out of a text, the longest first wherever they stand, and
 // adds their ids and those of the fragments between them.
 static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     const Tokenizer *t = w->t;
@@ -4499,7 +4498,7 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
         for (const char *at = s; len <= (size_t)(end - at); at++) {
             int32_t id = special_at(w, at, len);
             if (id < 0) continue;
-            text_tokenize(w, s, at - s, len - 1);   // what is in front of it
+            text_tokenize(w, s, at - s, len - 1);   // the text in front of the token
             w->failed |= !tokens_add(w->out, id);
             w->space = t->space_prefix;
             s = at + len;
@@ -4512,20 +4511,18 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     if (n) (t->kind == TOKENIZER_UNIGRAM ? unigram_tokenize : fragment_tokenize)(w, s, n);
 }
 
-enum {
-    TOKENS_ADD = 1,            // the first and last tokens that the metadata asks for
-    TOKENS_SPECIAL = 2,        // text such as <|im_start|> means the token
-};
+enum { TOKENS_ADD = 1,        // adds the first and last tokens that the metadata asks for
+       TOKENS_SPECIAL = 2 };  // text such as <|im_start|> means the token
 
-// Appends the ids of text [n] to out. A byte with a mark [n] of 1 was written by a user, and is
-// never part of a control token; mark NULL: none was. False: e says why.
+// Appends the ids of text [n] to out. A byte whose mark [n] is 1 was written by a user and is never
+// part of a control token; mark NULL: there is no such byte. False: e says why.
 bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned char *mark, int flags,
               Tokens *out, Error *e) {
     if (t->kind == TOKENIZER_NONE || t->no_rules)
         return fail(e, "%s: give it --tokens", *t->note ? t->note : "the model has no tokenizer");
     if (n > TEXT_MAX) return fail(e, "%zu bytes of text are too many", n);
-    // The most bytes of a word, and ids of all words: a bad byte reads as U+FFFD, whose three bytes
-    // may be spelled as two each. Unigram takes its own memory.
+    // A word has at most m bytes, and the text at most m ids, because a bad byte reads as U+FFFD,
+    // whose three bytes may be spelled as two each. Unigram takes its own memory.
     size_t m = t->kind == TOKENIZER_UNIGRAM ? 0 : 6 * n + 8;
     Work w = {.t = t, .out = out, .all = text, .mark = mark,
               .types = flags & TOKENS_SPECIAL ? SPECIAL_TYPES : 1 << TOKEN_USER};
@@ -4548,11 +4545,11 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
 
 static bool token_is_eog(const Tokenizer *t, int32_t i) { return token_at(t, i).type & TOKEN_EOG; }
 
-// All zero at the beginning of a text. `started`: it continues another text, so that the space that
-// SentencePiece puts in front of its first word is kept.
+// It is all zero at the beginning of a text. If `started`, the text continues another one and
+// keeps the space that SentencePiece puts in front of its first word.
 typedef struct { char pending[4]; size_t n; bool started; } Detokenizer;
 
-// Writes the characters that one more byte completes. A byte that is not UTF-8 becomes U+FFFD.
+// Writes the characters that one more byte completes; a byte that is not UTF-8 becomes U+FFFD.
 static size_t utf8_push(Detokenizer *d, char byte, char *out) {
     size_t n = 0, used;
     for (; d->n && (byte & 0xC0) != 0x80; d->n--) n += utf8_encode(UTF8_BAD, out + n);
@@ -4572,7 +4569,7 @@ static int char_to_byte(const Tokenizer *t, uint32_t c) {   // -1: none, it is s
     return -1;
 }
 
-// Writes the text of a token, whole characters only, to out[t->piece_max]; returns its length.
+// Writes the text of a token, in whole characters, to out[t->detokenize_max]; returns its length.
 size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
     if (!token_is(t, id, 1 << TOKEN_NORMAL | 1 << TOKEN_USER | 1 << TOKEN_BYTE)) return 0;
     bool strip = !d->started && t->space_prefix;
@@ -4594,8 +4591,8 @@ size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
     return n;
 }
 
-// The spelling of these tokens tells their type, since metadata is often missing or wrong. The list
-// is arbitrary: it has what published vocabularies use. `with`: only beside this other token.
+// The spelling of these tokens decides their type, because metadata is often missing or wrong. The
+// list has what published vocabularies use. A row with a `with` counts only beside that token.
 static const struct { int type; const char *with, *names; } KNOWN_TOKENS[] = {
     {TOKEN_CONTROL | TOKEN_EOG, NULL,
      "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> </s> "
@@ -4623,7 +4620,7 @@ static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {   // 
     {"gemma4", "gemma4", {TOKENIZER_BPE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
 };
 
-// an array of strings (n 0), or of n numbers; NULL: the key has no such array, and e says so
+// the key's array of strings (n 0) or of n numbers; NULL: there is no such array, and e says so
 static const Meta *vocab_array(const Gguf *g, const char *key, size_t n, Error *e) {
     const Meta *m = gguf_find(g, key);
     if (!m) fail(e, "%s is missing", key);
@@ -4635,7 +4632,7 @@ static const Meta *vocab_array(const Gguf *g, const char *key, size_t n, Error *
     return NULL;
 }
 
-// Only the first `most` strings can be found.
+// Reads an array of strings, of which only the first `most` can be found.
 static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, int most, Error *e) {
     const Meta *m = vocab_array(g, key, 0, e);
     size_t size = 16;
@@ -4658,7 +4655,7 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, int m
     return true;
 }
 
-// Lists the lengths that strings have, for vocabularies where any part of a text may be a token.
+// Lists the lengths of the strings, for vocabularies in which any part of a text may be a token.
 static bool dictionary_lengths(Dictionary *d, Error *e) {
     d->length = malloc(d->n * sizeof *d->length);
     uint8_t *any = d->length ? calloc(d->longest + 1, 1) : NULL;
@@ -4671,10 +4668,11 @@ static bool dictionary_lengths(Dictionary *d, Error *e) {
     return true;
 }
 
+// Reads what only unigram has: the score of an unknown character, and the strings to replace.
 static bool unigram_open(Tokenizer *t, const Gguf *g, Error *e) {
     const char *key = "tokenizer.ggml.precompiled_charsmap";
     const Meta *m = gguf_find(g, key);
-    float least = FLT_MAX;   // score of a normal token: unused ones have -10000
+    float least = FLT_MAX;   // the least score of a normal token (unused ones have -10000)
     for (int32_t i = 0; i < t->n_vocab; i++) {
         double score = meta_float(t->scores, i);
         if (!(fabs(score) <= FLT_MAX)) return fail(e, "token %d has a score of %g", i, score);
@@ -4696,14 +4694,15 @@ static bool unigram_open(Tokenizer *t, const Gguf *g, Error *e) {
                         "up to %d that a 0 ends", key, t->trie.n, CHARSMAP_MAX);
 }
 
+// Reads the vocabulary: texts and types of the tokens, and their scores or merges.
 static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     const char *key = "tokenizer.ggml.token_type";
     const Meta *types = gguf_find(g, key);
     const Tensor *embd = gguf_tensor(g, "token_embd.weight");
-    int rows = embd ? embd->ne[1] : INT_MAX;   // tokens beyond them, as of images, are mere text
+    int rows = embd ? embd->ne[1] : INT_MAX;   // no text becomes a token beyond them (of images)
     if (!dictionary_open(&t->tokens, g, "tokenizer.ggml.tokens", rows, e)) return false;
     t->n_vocab = t->tokens.n;
-    t->piece_max = 3 * (t->tokens.longest + 4);
+    t->detokenize_max = 3 * (t->tokens.longest + 4);
     t->type = calloc(t->n_vocab, 1);
     t->special_length = calloc(t->tokens.longest + 1, 1);
     if (!t->type || !t->special_length) return fail(e, "out of memory");
@@ -4727,8 +4726,8 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// Reads the ids of special tokens, what is added to a text and how it is changed. An id that is no
-// token is ignored: the note says so. `kept` is for the first ones; from eos on each ends a text.
+// Reads the ids of special tokens, and how a text is changed before it is tokenized. An id that is
+// no token is ignored, and the note says so. `kept` has the first five; from eos on all end a text.
 static bool special_keys(Tokenizer *t, const Gguf *g, Error *e) {
     enum { CLS, EOS = 4 };
     static const char *const keys[] = {[CLS] = "cls", "bos", "unknown", "seperator", [EOS] = "eos",
@@ -4752,7 +4751,7 @@ static bool special_keys(Tokenizer *t, const Gguf *g, Error *e) {
         if (i < COUNT(kept)) *kept[i] = id;
         if (i >= EOS && id >= 0) t->type[id] |= TOKEN_EOG;
     }
-    // BERT's files do not say so, Gemma 4's say no and mean yes
+    // BERT's files do not say that BOS is added, and Gemma 4's say no and mean yes
     bool forced = wpm || (t->kind == TOKENIZER_BPE && t->pre->flags & PRE_SPACES);
     t->add_bos = forced || gguf_int(g, "tokenizer.ggml.add_bos_token", t->pre->flags & PRE_BOS);
     t->add_eos = wpm || gguf_int(g, "tokenizer.ggml.add_eos_token", unigram);
@@ -4767,8 +4766,8 @@ static bool special_keys(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// Gives tokens the types of KNOWN_TOKENS, ends a text with those of a list, and notes how special
-// tokens begin and how long they are, for special_at and text_tokenize.
+// Gives tokens the types of KNOWN_TOKENS, reads the list of tokens that end a text, and notes the
+// first bytes and the lengths of special tokens for special_at and text_tokenize.
 static bool special_types(Tokenizer *t, const Gguf *g, Error *e) {
     for (size_t i = 0; i < COUNT(KNOWN_TOKENS); i++) {
         if (KNOWN_TOKENS[i].with && token_find(t, KNOWN_TOKENS[i].with) < 0) continue;
@@ -4787,7 +4786,7 @@ static bool special_types(Tokenizer *t, const Gguf *g, Error *e) {
         else snprintf(t->note, sizeof t->note, "tokenizer.ggml.eos_token_ids has %lld, but there "
                       "are %d tokens: ignored", (long long)id, t->n_vocab);
     }
-    char name[102];   // an arbitrary rule: models of this name drop white space behind some tokens
+    char name[102];   // Phi-3 is known by its name: it drops white space behind some tokens
     snprintf(name, sizeof name, "%.*s", STR_ARG(gguf_str(g, "general.name")));
     bool phi3 = strcasestr(name, "phi-3") || strcasestr(name, "phi3");
     for (int32_t i = 0; i < t->n_vocab; i++) {
@@ -4800,8 +4799,8 @@ static bool special_types(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// The pre-tokenizer of a file that names none, such as Ollama's or an old one; pre is empty or
-// "default". If neither architecture nor vocabulary tells, a note says what is assumed.
+// The pre-tokenizer of a file that names none (pre is empty or "default"), such as an old file or
+// Ollama's. If neither architecture nor vocabulary tells it, a note says what is assumed.
 static const char *known_pre(Tokenizer *t, Str arch, Str pre) {
     static const char *const of[][2] = {{"llama4", "llama4"}, {"mistral3", "tekken"},
                                         {"lfm2 lfm2moe", "lfm2"}, {"gpt-oss", "gpt-4o"}};
@@ -4813,6 +4812,7 @@ static const char *known_pre(Tokenizer *t, Str arch, Str pre) {
     return "default";
 }
 
+// Makes the tokenizer that the file describes. *made is closed by the caller, also after an error.
 static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
     Tokenizer *t = *made = calloc(1, sizeof *t);
     Str model = gguf_str(g, "tokenizer.ggml.model"), pre = gguf_str(g, "tokenizer.ggml.pre");
@@ -4845,39 +4845,35 @@ static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
 }
 
 static void tokenizer_close(Tokenizer *t) {
-    free(t->tokens.slot);
-    free(t->tokens.str);
-    free(t->tokens.length);
-    free(t->merges.slot);
-    free(t->merges.str);
-    free(t->type);
-    free(t->special_length);
+    void *owned[] = {t->tokens.slot, t->tokens.str, t->tokens.length, t->merges.slot,
+                     t->merges.str, t->type, t->special_length};
+    for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
     *t = (Tokenizer){0};
 }
 
 // ---- 25. chat templates ----
 //
-// A model's file says in a program how it wants a conversation written: in a template, whose
-// language is Jinja as Hugging Face sets that up, with trim_blocks, lstrip_blocks, loop controls.
-// This interpreter prints the same bytes as Python's. It knows what published templates use in a
-// chat. What it does not know is an error that names it, once it is reached. The parser tries the
-// rules of GRAMMAR on the source and makes a tree of nodes. `eval` turns a node into its value; a
-// statement's is the text that it prints.
+// A template is a program in a model's file that writes a conversation as the model wants it. Its
+// language is Jinja as Hugging Face sets it up, with trim_blocks, lstrip_blocks and loop controls.
+// This interpreter prints the same bytes as Python's, and knows all that published templates use in
+// a chat. Anything else is an error that names it, once it is reached. The parser tries the rules
+// of GRAMMAR on the source and makes a tree of nodes; `eval` turns a node into its value, which for
+// a statement is the text that it prints.
 //
-// All memory is one block. A second one, its shadow, has a byte for each of its bytes, which is
-// FOREIGN if that came from a message that the model did not write. Only `concat` copies text, and
-// copies its shadow: the marks stay with the bytes. Texts never change, so a part of one is a view.
-// An error leaves by longjmp. Every template ends, since stack, steps and memory have limits.
+// All memory is one block. Its shadow has another byte for each byte, FOREIGN if that byte came
+// from a message that the model did not write. Only `concat` copies text, and it copies the shadow,
+// too, so the marks stay with the bytes. A text never changes, so a part of it is a view. An error
+// leaves by longjmp. Stack, steps and memory have limits, so every template ends.
 
 typedef struct { Str role, content; } ChatMessage;
 
-// What a template prints: text[n], with a NUL behind it, and mark[n]: not 0 where a byte came from
-// a message that the model did not write. rendered_free frees both.
+// A template prints text[n], with a NUL behind it. A byte of mark[n] is not 0 where the text's byte
+// came from a message that the model did not write. rendered_free frees both.
 typedef struct { char *text; unsigned char *mark; size_t n; char *block; } Rendered;
 
 enum { FOREIGN = 1, ROOM = 2,   // in the shadow; ROOM: free bytes into which a text may grow
        LONGEST_RANGE = 100000, MOST_PARAMS = 6,   // of a row of BUILTINS
-       DEEPEST = 400 << 10 };   // bytes of stack that recursion may take: a thread may have 512 KB
+       DEEPEST = 400 << 10 };   // bytes of a thread's stack, which may have 512 KB, for recursion
 enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_GENERATOR, V_DICT, V_LOOP,
        V_MACRO };
 static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "float", "str",
@@ -4892,13 +4888,13 @@ struct Value {
     union {
         int64_t i;                          // also of a bool
         double f;
-        Str s;                              // of what is undefined its name
-        List list;                          // also of a generator, which map and the like return
+        Str s;                              // of an undefined value its name
+        List list;                          // also of a generator, as map and select return it
         Dict *dict;                         // also of a namespace or loop
         const Macro *macro;
     };
 };
-struct Node {                               // what the parser found at source
+struct Node {                               // what the parser found at `source`
     int rule;
     Value v;                                // of a word, name, number, string or text
     Node *first, *next;                     // its children, its neighbour
@@ -4907,20 +4903,20 @@ struct Node {                               // what the parser found at source
 typedef struct { List list; Dict named; } Args;
 typedef struct {
     const char *source, *p;                 // read up to p; later what runs
-    const char *tag_end;                    // the last tag ends here, or a text does
-    bool raw;                               // that tag was {% raw %}
+    const char *tag_end;                    // where the last tag or text ends
+    bool raw;                               // the last tag was {% raw %}
     bool stuck;                             // this tag cannot be read beyond p
     int flow;                               // R_break or R_continue on its way to the loop
-    char *stack;                            // its end when the template began to run
+    char *stack;                            // where the stack ended when the template began
     Dict *scope;                            // the names that are set here; outer: those around it
     Dict *builtins;
-    size_t steps, memory, size;             // what is left of both; bytes of the block
+    size_t steps, memory, size;             // steps and bytes left; bytes of the block
     char *block;
     Error *e;
     jmp_buf failed;
 } Template;
 
-// Leaves the interpreter, from wherever it is: the error says why and names the line.
+// Leaves the interpreter with an error that says why and names the line.
 __attribute__((noreturn, format(printf, 2, 3)))
 static void stop(Template *t, const char *format, ...) {
     char why[400];
@@ -4934,7 +4930,7 @@ static void stop(Template *t, const char *format, ...) {
     longjmp(t->failed, 1);
 }
 
-static void spend(Template *t, size_t steps) {   // what takes time pays: there is a limit
+static void spend(Template *t, size_t steps) {   // takes so many steps of those that are left
     if (steps > t->steps) stop(t, "it takes too many steps");
     t->steps -= steps;
 }
@@ -4967,8 +4963,8 @@ static char *shadow(Template *t, const char *p) {   // NULL: p is not in the blo
     return at < t->size ? t->block + t->size + at : NULL;
 }
 
-// a and behind it b. Where there is room behind a, b goes there: a text that grows piece by piece
-// costs what is added to it. One byte of room stays, so that no text touches the next.
+// a, then b. If there is room behind a, only b is copied, so that a text which grows in many steps
+// costs no more than its bytes. One byte of room stays, so that no text touches the next one.
 static Str concat(Template *t, Str a, Str b) {
     size_t room = 0, size = 2 * (a.n + b.n) + 8;
     char *end = (char *)a.s + a.n, *mark = shadow(t, end);
@@ -4993,7 +4989,7 @@ static Str repeat(Template *t, Str s, int64_t n) {
     return out;
 }
 
-static char *copy(Template *t, Str s) {   // in the block, with a NUL behind it; it may be changed
+static char *copy(Template *t, Str s) {   // of its own, with a NUL behind it; it may be changed
     return (char *)concat(t, concat(t, NOTHING, s), (Str){"", 1}).s;
 }
 
@@ -5016,7 +5012,7 @@ static const char *find(Template *t, Str s, Str what) {   // NULL: it is not the
     return memmem(s.s, s.n, what.s, what.n);
 }
 
-// s without the white space on one side, or without what is in set, if that is a string
+// s without the white space on one side; if `set` is a string, without the characters in it
 enum { LEFT, RIGHT };
 static Str strip(Template *t, Str s, Value set, int side) {
     while (s.n) {
@@ -5030,8 +5026,8 @@ static Str strip(Template *t, Str s, Value set, int side) {
     return s;
 }
 
-// s in upper or lower case, or with a capital in front (capitalize), or in front of every word
-// (title), as `how` begins. Letters beyond ASCII stay as they are.
+// s in another case: `how` is the first letter of upper, lower, capitalize or title. Letters beyond
+// ASCII stay as they are.
 static Str recased(Template *t, Str s, char how) {
     char *c = copy(t, s);
     for (size_t i = 0; i < s.n; i++) {
@@ -5055,7 +5051,7 @@ static bool is_int(Value v) { return v.kind == V_INT || v.kind == V_BOOL; }
 static bool is_number(Value v) { return is_int(v) || v.kind == V_FLOAT; }
 static double number(Value v) { return v.kind == V_FLOAT ? v.f : v.i; }
 
-// What is empty, zero, none or undefined is false. A generator is true, also one of nothing.
+// An empty, zero, none or undefined value is false. A generator is true, even an empty one.
 static bool truth(Value v) {
     switch (v.kind) {
     case V_BOOL: case V_INT: case V_FLOAT: return number(v) != 0;
@@ -5087,7 +5083,7 @@ static void push(Template *t, List *l, Value v) { push_all(t, l, (List){&v, 1});
 
 static int compare(double a, double b) { return a < b ? -1 : a > b; }
 
-// -1, 0, 1 as a is less, equal, more; UNLIKE: neither of them
+// -1, 0 or 1, as a is less than b, equal or more; UNLIKE: a and b cannot be compared
 enum { UNLIKE = 2 };
 __attribute__((noinline)) static int order(Template *t, Value a, Value b) {
     if (is_number(a) && is_number(b)) return compare(number(a), number(b));
@@ -5108,7 +5104,7 @@ __attribute__((noinline)) static int order(Template *t, Value a, Value b) {
     return c ? c : compare(x.n, y.n);
 }
 
-// Dicts have few keys and keep their order: they are searched from the front.
+// A dict keeps the order of its keys, which are few, so a search goes through all of them.
 static Value *entry(Template *t, const Dict *d, Value key) {   // NULL: it is not there
     spend(t, d->pairs.n / 16);
     for (size_t i = 0; i < d->pairs.n; i += 2)
@@ -5130,7 +5126,7 @@ static Dict *new_dict(Template *t, Dict *outer) {
     return d;
 }
 
-// What a loop over v sees: the elements of a list, characters of a text or keys of a dict.
+// The items that a loop over v sees: elements of a list, characters of a text, keys of a dict.
 static List items_of(Template *t, Value v) {
     List l = {0};
     if (v.kind == V_LIST || v.kind == V_GENERATOR) return v.list;
@@ -5149,8 +5145,8 @@ static int64_t length(Template *t, Value v) {
     return v.kind == V_STRING ? characters(t, v.s) : items_of(t, v).n;
 }
 
-// where v is among 0 .. n, as Python counts: below 0 from the end, and cut off at both ends
-static int64_t bound(Value v, int64_t n, int64_t otherwise) {   // of what is no whole number
+// index v of a slice, within 0 .. n; a negative one counts from the end
+static int64_t bound(Value v, int64_t n, int64_t otherwise) {   // if v is no whole number
     int64_t i = is_int(v) ? v.i : otherwise;
     if (i < 0) i += n;
     if (i < 0) return 0;
@@ -5166,8 +5162,8 @@ static Value slice(Template *t, Value v, Value from, Value to) {   // v[from:to]
     return string_value((Str){s.s, s.n - behind(t, s, b - a).n});
 }
 
-// v.key or v[key]: the same. What is not there is undefined; only of what is undefined itself, and
-// of a loop, it is an error to ask for it.
+// v.key and v[key] are the same. A member that is not there is undefined; but to ask an undefined
+// value for one, or a loop for one that it lacks, is an error.
 static Value member(Template *t, Value v, Value key) {
     if (v.kind == V_UNDEFINED) must_be(t, v, V_DICT);
     Value *found = v.kind == V_DICT || v.kind == V_LOOP ? entry(t, v.dict, key) : NULL;
@@ -5181,7 +5177,7 @@ static Value member(Template *t, Value v, Value key) {
     return undefined_value(key.kind == V_STRING ? key.s : str("an element"));
 }
 
-static void write_float(double f, char *s, size_t size) {   // in the fewest digits that are f
+static void write_float(double f, char *s, size_t size) {   // in the fewest digits that read as f
     int digits = -1;
     do snprintf(s, size, "%.*e", ++digits, f);
     while (strtod(s, NULL) != f);
@@ -5189,7 +5185,7 @@ static void write_float(double f, char *s, size_t size) {   // in the fewest dig
     if (e >= -4 && e < 16) snprintf(s, size, "%.*f", digits > e ? digits - e : 1, f);
 }
 
-static Str to_text(Template *t, Value v) {   // as Python's str writes it, but no list or dict
+static Str to_text(Template *t, Value v) {   // as Python's str writes v; no list, no dict
     char s[32];
     switch (v.kind) {
     case V_STRING: return v.s;
@@ -5202,7 +5198,7 @@ static Str to_text(Template *t, Value v) {   // as Python's str writes it, but n
     return concat(t, NOTHING, str(s));
 }
 
-static Str json_text(Template *t, Str s, Str text) {   // s, and behind it text between quotes
+static Str json_text(Template *t, Str s, Str text) {   // s, then text between quotes
     static const char known[] = "\"\\\n\r\t\b\f", letter[] = "\"\\nrtbf";
     s = concat(t, s, str("\""));
     for (size_t i = 0; i < text.n; i++) {
@@ -5214,7 +5210,7 @@ static Str json_text(Template *t, Str s, Str text) {   // s, and behind it text 
     return concat(t, s, str("\""));
 }
 
-// s, and behind it v as JSON. line: what a line begins with that each element gets; empty: none.
+// s, then v as JSON. Each element's line begins with `line` and `indent`; line empty: one line.
 static Str json(Template *t, Str s, Value v, Str line, Str indent) {
     bool dict = v.kind == V_DICT;
     enter(t);
@@ -5249,7 +5245,7 @@ static bool contains(Template *t, Value in, Value v) {   // is v in a string, a 
     return i < l.n;
 }
 
-// a op b: + adds numbers, lists and strings, * repeats a string. Whole numbers have 53 bits.
+// a op b. + adds numbers, lists or strings, and * repeats a string. Whole numbers have 53 bits.
 static Value operate(Template *t, Str op, Value a, Value b) {
     int o = *op.s;
     if (o == '~') return string_value(concat(t, to_text(t, a), to_text(t, b)));
@@ -5306,7 +5302,7 @@ static Str join(Template *t, Str by, List l) {
     return s;
 }
 
-// The parts of s between separators: at most so many, all if that is below 0, and the rest.
+// The parts of s between separators: at most `most` (-1: all of them), and the rest.
 static List split(Template *t, Str s, Str by, int64_t most) {
     List l = {0};
     if (!by.n) stop(t, "an empty separator");
@@ -5320,7 +5316,7 @@ static List split(Template *t, Str s, Str by, int64_t most) {
     return l;
 }
 
-// x.attribute, which may be such as a.b; x itself, if it is none
+// x.attribute, where the attribute may be a path such as a.b; if it is none, x itself
 static Value get(Template *t, Value x, Value attribute) {
     if (attribute.kind != V_STRING) return attribute.kind == V_NONE ? x : member(t, x, attribute);
     List names = split(t, attribute.s, str("."), -1);
@@ -5328,7 +5324,7 @@ static Value get(Template *t, Value x, Value attribute) {
     return x;
 }
 
-// what an element is compared by: case does not count
+// the key by which an element is compared, in lower case
 static Value key_of(Template *t, Value v, Value attribute) {
     v = get(t, v, attribute);
     return v.kind == V_STRING ? string_value(recased(t, v.s, 'l')) : v;
@@ -5353,9 +5349,9 @@ static List pairs_of(Template *t, Value v) {   // of a dict, as lists of two
     return l;
 }
 
-// A row has names and at most MOST_PARAMS parameters, of which the first is what a filter or method
-// is applied to. To add one, add its name here, that of a method or function to one of the lists
-// below, what it returns to builtin or text_builtin, and a row to TEMPLATES in test.c.
+// A row has names and at most MOST_PARAMS parameters. A filter or method is applied to the first of
+// them. To add a name, add it here, if it is a method or function also to one of the lists below,
+// then its result to builtin or text_builtin, and a row to TEMPLATES in test.c.
 static const char *const BUILTINS[] = {
     "upper lower capitalize title string safe (s)", "trim strip lstrip rstrip (s, chars=none)",
     "replace (s, old, new)", "split (s, sep, maxsplit=-1)", "startswith endswith find rfind (s, x)",
@@ -5373,7 +5369,7 @@ static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip
 static const char OF_DICTS[] = "get items keys";
 static const char FUNCTIONS[] = "namespace range raise_exception strftime_now";
 
-static Str date(Template *t, Str format) {   // now; or in UTC when SOURCE_DATE_EPOCH says: a test
+static Str date(Template *t, Str format) {   // now; for tests SOURCE_DATE_EPOCH, in UTC
     const char *epoch = getenv("SOURCE_DATE_EPOCH");
     time_t now = epoch ? strtoll(epoch, NULL, 10) : time(NULL);
     struct tm tm;
@@ -5383,7 +5379,7 @@ static Str date(Template *t, Str format) {   // now; or in UTC when SOURCE_DATE_
     return concat(t, NOTHING, str(out));
 }
 
-// s with a[1] to a[5] in the places of `hole`, {} or %s, which is all that it knows of formats
+// s with a[1] to a[5] in the places of `hole`, {} or %s; no other format is known
 static Str filled(Template *t, Str s, const Value *a, const char *hole) {
     bool method = *hole == '{';
     List between = split(t, s, str(hole), -1);
@@ -5417,7 +5413,7 @@ static Value text_builtin(Template *t, Str f, Str s, const Value *a) {   // s: a
     }
     if (is(f, "format")) s = filled(t, s, a, "%s");
     if (is(f, "braces")) s = filled(t, s, a, "{}");
-    if (is(f, "indent")) {   // the first line and empty ones only if that is asked for
+    if (is(f, "indent")) {   // by default not the first line, and no empty lines
         Str pad = a[1].kind == V_STRING ? a[1].s : repeat(t, str(" "), must_be(t, a[1], V_INT).i);
         List lines = split(t, s, str("\n"), -1);
         for (size_t i = 0; i < lines.n; i++) {
@@ -5430,7 +5426,7 @@ static Value text_builtin(Template *t, Str f, Str s, const Value *a) {   // s: a
     return string_value(s);
 }
 
-// map: what the named filter makes of each element of v. Others: the elements that f lets pass.
+// f is map: the results of the named filter for all elements of v. Others: the elements that pass.
 static Value chosen(Template *t, Str f, Value v, Value attribute, Value name, List more) {
     List l = {0}, all = truth(v) ? items_of(t, v) : l;
     for (size_t i = 0; i < all.n; i++) {
@@ -5443,7 +5439,7 @@ static Value chosen(Template *t, Str f, Value v, Value attribute, Value name, Li
     return (Value){.kind = V_GENERATOR, .list = l};
 }
 
-// What a filter, method or function returns; a: its arguments. Inlined, it would take more stack.
+// The result of a filter, method or function of arguments a. Inlined, it would take more stack.
 __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     Value v = a[0], none = {.kind = V_NONE};
     List l = {0};
@@ -5504,19 +5500,19 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
 
 // ---- its parser
 //
-// A rule lists what follows one another: 'x' is a word or sign, `x` one that gets a node, * any
-// number, ? none or one, | or else, and a name another rule, which gets a node with what it found
-// as children. A rule up to `atom` that finds one thing is that thing: 1 is a number, no sum of one
-// product. A block also reads the {% of the tag that ends it. READERS has a function for each rule
-// from `name` to `wrong`. The first word decides: a tag that begins as a rule says, and goes on
-// otherwise, becomes `wrong`, a node that is an error when it is evaluated: many such stand in
-// branches that no chat reaches.
+// A rule lists items that follow one another. 'x' is a word or sign, and `x` one that gets a node.
+// A name is another rule, whose node gets the nodes of its items as children. * is any number, ?
+// none or one, | or else. A rule up to `atom` that finds one thing is that thing: 1 is a number,
+// not a sum of one product. A block also reads the {% of the tag that ends it. READERS has a
+// function for each rule from `name` to `wrong`. The first word of a tag decides on its rule. A tag
+// that does not go on as its rule says becomes the node `wrong`, which is an error only when it is
+// evaluated, because many such tags stand in branches that no chat reaches.
 //
-// {% if x %}{{ x|upper }}{% endif %} becomes this tree, children to the right of their node:
-//   block - statement - if - name x                  eval looks x up, and if that is true
-//                         |- block - print - unary   joins the texts of what the block prints:
-//                                            |- name x                 x, looked up again, of
-//                                            |- filter - name upper    which `suffixed` makes X
+// {% if x %}{{ x|upper }}{% endif %} becomes this tree, with children to the right of their node:
+//   block - statement - if - name x                  eval looks x up; if it is true, eval
+//                         |- block - print - unary   joins the texts that the block prints:
+//                                            |- name x                 x is looked up again, and
+//                                            |- filter - name upper    `suffixed` makes X of it
 #define GRAMMAR(X) \
     X(tuple, "value (`,` value?)*") X(value, "or ('if' or ('else' value)?)?") \
     X(or, "and (`or` and)*")        X(and, "not (`and` not)*") \
@@ -5572,8 +5568,8 @@ static Str tag_name(const char *tag) {   // the name behind {% or {{
     return name_at(skip_space(tag + 2 + (tag[2] == '-' || tag[2] == '+')));
 }
 
-// Reads the end of a tag, such as -%}, and the white space that goes with it: all behind -, and
-// behind a comment or a statement but raw one newline.
+// Reads the end of a tag, such as -%}, and the white space that it takes: a - takes all, and a
+// comment or a statement (but raw) takes one newline.
 static bool read_end(Template *t, char close) {
     const char *p = t->p;
     size_t sign = *p == '-' || (*p == '+' && close != '}');
@@ -5585,10 +5581,10 @@ static bool read_end(Template *t, char close) {
     return true;
 }
 
-// Reads a word or sign; the beginning of a tag with its sign.
+// Reads a word or sign. If it begins a tag, such as {%, reads the tag's - or +, too.
 static bool read_word(Template *t, Str word) {
     bool tag = word.n == 2 && *word.s == '{';
-    if (tag && t->p != t->tag_end) return false;   // within another one
+    if (tag && t->p != t->tag_end) return false;   // within another tag
     t->p = skip_space(t->p);
     if (word.n == 2 && word.s[1] == '}') return read_end(t, *word.s);
     const char *end = t->p + word.n;
@@ -5603,9 +5599,8 @@ static bool begins_tag(const char *p, bool raw) {   // does a tag end a text her
     return raw ? p[1] == '%' && str_eq(tag_name(p), "endraw") : strchr("{%#", p[1]) != 0;
 }
 
-// Reads a comment, of which nothing is left, or text up to the next tag, behind raw up to endraw.
-// That tag takes the white space in front of it: with - all, and a statement or comment without +
-// what its line begins with.
+// Reads a comment, as an empty text, or text up to the next tag, in raw up to endraw. The tag takes
+// white space in front of it: with - all, a statement or comment without + that of its line.
 static bool read_text(Template *t, Value *v) {
     const char *start = t->p, *end = start, *line;
     if (start != t->tag_end) return false;   // within a tag
@@ -5627,7 +5622,7 @@ static bool read_text(Template *t, Value *v) {
     return end > start;
 }
 
-// Reads on to the end of a tag that cannot be read, or is not known; but of none that ends a block.
+// Reads on to the end of a tag that is unknown or cannot be read, unless the tag ends a block.
 static bool read_wrong(Template *t, Value *v) {
     const char *place = t->p;
     Str name = tag_name(t->tag_end);
@@ -5640,7 +5635,7 @@ static bool read_wrong(Template *t, Value *v) {
     return true;
 }
 
-// Reads what stands between quotes, also in several strings side by side.
+// Reads a string in quotes, or several side by side, which are one.
 static bool read_string(Template *t, Value *v) {
     static const char letters[] = "abfnrtv\\'\"\n", meant[] = "\a\b\f\n\r\t\v\\'\"";
     const char *start = t->p;
@@ -5678,7 +5673,7 @@ static bool read_name(Template *t, Value *v) {   // which is none of the words b
     return true;
 }
 
-// Each reads one thing, gives it or its text in *v, and returns false where it is not here.
+// Each reads one thing into *v; false: it is not here.
 static bool (*const READERS[])(Template *, Value *) = {
     read_name, read_string, read_number, read_text, read_wrong};
 
@@ -5692,8 +5687,8 @@ static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     return n + 1;
 }
 
-// Reads one item of n characters of grammar. Its node goes to *at, which is then where the next one
-// goes. False: it is not here, and nothing has been read; or it begins here, and t->stuck.
+// Reads one item of n characters of grammar. Its node goes to *at, and *at moves to the place of
+// the next node. False: the item is not here, and nothing is read; or it begins here, and t->stuck.
 static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
     if (t->stuck && strncmp(g, "wrong", n)) return false;
     if (*g == '(') return read_choice(t, g + 1, at);
@@ -5715,11 +5710,11 @@ static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
     return true;
 }
 
-// Reads the first that fits of the alternatives at g, up to a closing bracket or the end.
+// Reads the first alternative at g that fits; they end with a closing bracket or the text's end.
 static bool read_choice(Template *t, const char *g, Node ***at) {
     Node **start = *at;
     for (;; g += 2) {   // behind "| "
-        bool fits = true, begun = false;   // all items so far are here; one has been read
+        bool fits = true, begun = false;   // all items so far are here; an item has been read
         while (*g && *g != '|' && *g != ')') {
             size_t n = item_length(g);
             bool found = fits && read_item(t, g, n, at);
@@ -5741,7 +5736,7 @@ static bool read_choice(Template *t, const char *g, Node ***at) {
 //
 // The template has a scope of names, and so has each turn of a loop, each call of a macro and each
 // block whose text is captured. A name is set in the innermost scope and looked up from there
-// outwards: what a loop sets is gone behind it. A macro sees the scope where it stands.
+// outwards, so a name that a loop sets is gone behind it. A macro sees the scope where it stands.
 
 static Value eval(Template *t, const Node *n);
 
@@ -5776,8 +5771,8 @@ static Value look_up(Template *t, Value name) {
     return is(name.s, FUNCTIONS) ? *entry(t, t->builtins, name) : undefined_value(name.s);
 }
 
-// Calls a macro, whose value is what it prints, or a builtin. The parameters take what is given by
-// place, or else by name, or else their default. A namespace, which has none, keeps all names.
+// Calls a macro, whose value is the text that it prints, or a builtin. A parameter takes the
+// argument in its place, or of its name, or its default. A namespace, without any, keeps all names.
 static Value call(Template *t, Value f, Args a) {
     const Macro *m = must_be(t, f, V_MACRO).macro;
     Dict *scope = t->scope, *own = t->scope = new_dict(t, m->scope);
@@ -5829,7 +5824,7 @@ static Args arguments(Template *t, const Node *args) {   // of a call; NULL: non
     return a;
 }
 
-// v with what stands behind it: .x .x(y) [1] [1:2] [::-1] (x) | f or is f
+// v with one of these behind it: .x .x(y) [1] [1:2] [::-1] (x) |f is f
 static Value suffixed(Template *t, Value v, const Node *n) {
     const Node *k = n->first, *args = child(n, R_args), *name = child(n, R_name);
     const Node *to = child(n, R_bound);
@@ -5883,15 +5878,15 @@ static void assign(Template *t, const Node *targets, Value v) {
     if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
 }
 
-static Value captured(Template *t, const Node *block) {   // what it prints, with names of its own
+static Value captured(Template *t, const Node *block) {   // its text; the block gets its own scope
     t->scope = new_dict(t, t->scope);
     Value v = eval(t, block);
     t->scope = t->scope->outer;
     return v;
 }
 
-// Each turn has its own names. The test goes first, as the loop knows its length. t->flow, break or
-// continue, stops every block up to the loop. Inlined, this would double the stack that eval takes.
+// Each turn has a scope. All items are tested first, because the loop knows its length. A break or
+// continue in t->flow stops every block up to the loop. Inlined, it would double eval's stack.
 __attribute__((noinline)) static Value run_for(Template *t, const Node *n) {
     const Node *targets = n->first, *test = child(n, R_cond), *body = child(n, R_block);
     List all = items_of(t, eval(t, targets->next)), items = test ? (List){0} : all;
@@ -5936,12 +5931,9 @@ static Value eval(Template *t, const Node *n) {
     case R_number: case R_string: case R_text: break;
     case R_wrong: unexpected(t, t->p);
     case R_name: v = look_up(t, v); break;
-    case R_value:   // first if .. else ..
-        k = truth(eval(t, first->next)) ? first : first->next->next;
-        if (k) v = eval(t, k);
-        break;
-    case R_if: case R_elif:
-        k = truth(eval(t, first)) ? block : block->next;
+    case R_value: case R_if: case R_elif:   // first if .. else .., or {% if first %} block
+        if (n->rule == R_value) k = truth(eval(t, first->next)) ? first : first->next->next;
+        else k = truth(eval(t, first)) ? block : block->next;
         if (k) v = eval(t, k);
         break;
     case R_not: v = bool_value(!truth(eval(t, first->next))); break;
@@ -5985,7 +5977,7 @@ static Value eval(Template *t, const Node *n) {
     return v;
 }
 
-// Adds a message. Its content is a text, or a list of one part: see template_render.
+// Adds a message whose content is a text, or a list of one part (see template_render).
 static void push_message(Template *t, List *messages, const ChatMessage *m, bool parts) {
     Dict *message = new_dict(t, NULL), *part = new_dict(t, NULL);
     Value content = string_value(concat(t, NOTHING, m->content));
@@ -6000,7 +5992,7 @@ static void push_message(Template *t, List *messages, const ChatMessage *m, bool
     push(t, messages, dict_value(message));
 }
 
-// Reads the template, sets what it sees, and runs it. False: it stopped, and e says why.
+// Reads the template, sets the names that it sees, and runs it. False: it stopped, and e says why.
 static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
                          int think, bool parts, Rendered *out) {
     t->stack = __builtin_frame_address(0);
@@ -6042,10 +6034,10 @@ void rendered_free(Rendered *r) {
     *r = (Rendered){0};
 }
 
-// Renders a conversation. bos, eos: texts of these tokens, or ""; think: what enable_thinking and
-// thinking are, -1: undefined. False: e says why, and out is empty. Some templates print content
-// only if it is a list of parts, {"type": "text", "text": ..}, which no file says. So two trials
-// render "Hello", whose bytes are marked where they are printed: content is a list if only that is.
+// Renders a conversation. bos and eos are the texts of these tokens, or ""; think is the value of
+// enable_thinking and thinking (-1: undefined). False: e says why, and out is empty. Some templates
+// print content only if it is a list of parts, {"type": "text", "text": ..}, and no file says so.
+// So two trials render "Hello" as a text and as a list, and look for its marked bytes.
 bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
                      Str eos, int think, Rendered *out, Error *e) {
     static const ChatMessage said = {{"user", 4}, {"Hello", 5}};
@@ -6059,7 +6051,7 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
     *out = (Rendered){0};
     if (!t.block) return fail(e, "out of memory");
     for (int parts = 0; parts < 2 && !shows[0]; parts++) {
-        Template trial = t;   // in the same block: what it leaves there is overwritten
+        Template trial = t;   // it uses the same block, which is then overwritten
         shows[parts] = template_run(&trial, template, &said, 1, bos, eos, think, parts, out) &&
                        memchr(out->mark, FOREIGN, out->n);
     }
@@ -6071,40 +6063,38 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 
 // ==== Part V: speed =============================================================================
 //
-// Nearly all time goes into matrix products. One token (decode) reads every weight and uses it
-// once: memory sets the speed, if codes turn into products fast enough. A chunk (prefill) uses each
-// weight n times: panels of weights are decoded once, stay in the cache and meet all tokens of the
-// chunk. Weights of block formats meet activations that are rounded to int8, with a scale per 32,
-// so that one instruction multiplies up to 64 bytes; float weights meet float activations. (In
-// prefill all become sums of bf16 with AMX, and floats without dot_bytes.) The number of threads
-// never changes a sum.
+// Nearly all time goes into matrix products. One token or a few (decode) read every weight and use
+// it once or a few times: memory sets the speed, if the decoding of weights keeps up. A chunk
+// (prefill) uses each weight n times, so panels of weights are decoded once, stay in the cache and
+// meet all tokens. Weights of block formats meet activations rounded to int8, because one
+// instruction multiplies up to 64 bytes, and float weights meet floats. (In prefill AMX takes sums
+// of bf16 for both, and a CPU without dot_bytes floats.) The number of threads never changes a sum.
 //
 // Out go functions behind Part I's prototypes, above all matmul and attention.
 //
-//   26 the machine     CPUs, clock, terminal, e^x, prefetching
+//   26 the machine     CPUs, clock, terminal, prefetching; sums, e^x and soft caps of rows
 //   27 threads         the pool; with LLM_PLAIN, Part I's plain loops in place of sections 28 to 37
-//   28 vectors         the few words in which CPUs differ          29 products of a few tokens
+//   28 instructions    the few in which CPUs differ        29 products of a few tokens
 //   30 tiles           products of many tokens: the idea, and an example
 //   31 the float tile  32 the int8 tile    33 matmul, which cuts products into tasks
 //   34 attention       35 of many queries  36 of a few queries, with an example, and
 //                      the memory of recurrent mixers
 //   37 AMX             one more tile, and one more attention, for the CPUs that have it
 //   38 the GPU         metal.c, or functions that say that there is none
-//   39 candidates      the sampler's sorting   40 guesses         several tokens in one pass
+//   39 candidates      the sampler's sorting               40 guesses, several tokens in one pass
 // Read 27, 30 and 33 first, then 34 and 36; 28, 29, 31, 32 and 35 are their inner loops.
 //
-// A group is 32 consecutive weights or activations (of heads, those that share a KV head), half of
-// one 16; a strip is some rows of a matrix, a batch some of the tokens that meet it, a block of the
-// cache some of its rows. `first` and `last` are the numbers of a range's first and last one.
+// A group is 32 consecutive weights or activations, and half a group 16. A strip is some rows of a
+// matrix, a batch some of the tokens that meet it, and a block of the cache some of its rows.
 
 #include <pthread.h>
 #include <stdatomic.h>
-#define UNUSED __attribute__((unused))   // here, or in some builds
+#define UNUSED __attribute__((unused))   // in some builds
 
 // ---- 26. the machine ----
 
-// Returns how many CPUs a container lets this process use, at most n: the process's group, or one
-// around it, may have a quota of time in each period. root: "", but in tests
+// Returns the number of CPUs, at most n, that a container allows: the process's group, or one
+// around it, may have a quota of time in each period. Only tests have a root other than "".
 static UNUSED int within_quota(const char *root, int n) {
     static const char *const files[] = {"cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"};
     char group[PATH_MAX], path[2 * PATH_MAX];
@@ -6165,8 +6155,9 @@ static UNUSED void show_progress(const char *text) {
     fprintf(stderr, "\r%*s\r%.*s", width, "", width, text);
 }
 
-// Adding 1.5 * 2^23 to a float leaves no bits for a fraction. If |x| is less than 2^22, x + ROUNDER
-// is ROUNDER plus x rounded to an integer, and its bits are ROUNDER_BITS plus that integer.
+// A float as large as ROUNDER, 1.5 * 2^23, has no bits for a fraction. If |x| is less than 2^22, x
+// + ROUNDER is ROUNDER plus x rounded to an integer, and its bits are ROUNDER_BITS plus that
+// integer.
 static const float ROUNDER = 12582912.0f;
 enum { ROUNDER_BITS = 0x4b400000 };
 
@@ -6179,7 +6170,7 @@ static inline float exp_fast(float x) {
     int32_t bits;
     memcpy(&bits, &y, sizeof bits);
     bits -= ROUNDER_BITS;
-    float i = bits;   // y - ROUNDER, also where a CPU computes with 80 bits
+    float i = bits;   // y - ROUNDER would be wrong on a CPU that computes with 80 bits
     float r = x - i * 0.693145752f - i * 1.42860677e-6f;   // ln 2: i times the first is exact
     float p = 1 + r * (1 + r * (0.5f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f +
               r * (1 / 720.0f + r * (1 / 5040.0f)))))));
@@ -6188,6 +6179,7 @@ static inline float exp_fast(float x) {
     return p * y;
 }
 
+// the sum of x - mean, or of its square, in 16 lanes that become vectors
 static float sum16(const float *x, int n, float mean, bool squares) {
     float lane[16] = {0}, sum = 0;
     int i = 0;
@@ -6201,8 +6193,8 @@ static float sum16(const float *x, int n, float mean, bool squares) {
     return sum;
 }
 
-// x = cap * tanh(x / cap): a logit cannot leave -cap .. cap. tanh(y) is 1 - 2 / (e^(2y) + 1), but
-// near 0 that difference would have few digits: there its Taylor series is taken.
+// x = cap * tanh(x / cap), so that a logit cannot leave -cap .. cap. tanh(y) is 1 - 2 / (e^(2y) +
+// 1), a difference that would have few digits near 0; there its Taylor series is used.
 static void soft_cap(float *x, size_t n, float cap) {
     for (size_t i = 0; i < n; i++) {
         float y = x[i] / cap, z = y * y;
@@ -6212,12 +6204,13 @@ static void soft_cap(float *x, size_t n, float cap) {
     }
 }
 
-// Weights are prefetched. A core's L1 has some 16 requests of 64 bytes in flight, 10 GB/s at 100 ns
-// each; L2 has 48. So L2 fetches from memory far ahead of the reader; L1 from L2 shortly before.
+// Weights are prefetched. L1 can have some 16 requests of 64 bytes in flight, 10 GB/s at 100 ns
+// each, and L2 48. So L2 fetches from memory far ahead of the reader, and L1 from L2 shortly
+// before.
 #if defined(__AMX_TILE__) || defined(__AMXTILE__)   // gcc, clang
-enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes: the fastest on a Xeon
+enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes; these are the fastest on a Xeon
 #else
-enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // the fastest on a Zen 4
+enum { L1_AHEAD = 512, L2_AHEAD = 8192 };    // these on a Zen 4
 #endif
 INLINE void prefetch_l1(const void *p, int bytes) {   // harmless on unmapped addresses
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i);
@@ -6234,21 +6227,21 @@ INLINE void prefetch_ahead(const void *p, int bytes) {
 //
 // parallel shares n tasks between the caller and the pool's workers. `left` starts at n. A thread
 // claims k tasks by subtracting k: if `left` was i > 0, it runs tasks n - i .. n - i + k - 1 (up to
-// n - 1); if `left` was 0 or less, nothing is left to claim. A thread claims many while many are
-// left, because after each claim all other cores fetch the counter anew, which takes 100 ns.
-// `running` counts the tasks that are not finished. parallel returns when it is 0, and only then
-// can the next call overwrite fn and task: a thread that has claimed a task reads its own call's.
-// A worker that wakes up late claims nothing and writes nothing, so nobody waits for it. A thread
+// n - 1); if `left` was 0 or less, nothing is left to claim. A thread claims many tasks while many
+// are left, because all other cores fetch the counter anew after each claim, which takes 100 ns.
+// `running` counts the tasks that are not finished. parallel returns when it is 0. Only then can
+// the next call overwrite fn and task, so a thread that has claimed a task reads its own call's. A
+// worker that wakes up late claims nothing and writes nothing, so nobody waits for it. A thread
 // that waits spins for 200 us before it sleeps, because waking it takes long.
 
-enum { LINE_PAIR = 128 };        // bytes; what is so far apart never shares a cache line
+enum { LINE_PAIR = 128 };        // bytes: numbers so far apart never share a cache line
 struct Pool {
     int threads;
     bool amx;                    // AMX's tile registers are ours to use
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    TaskFn *fn;                  // what this call of parallel runs
-    Task task;                   // its ctx; its i is how many tasks there are
+    TaskFn *fn;                  // of this call of parallel
+    Task task;                   // its ctx; i is the number of tasks
     char before_left[LINE_PAIR];
     atomic_int left;             // tasks that nobody has claimed; may fall below 0
     char before_running[LINE_PAIR];
@@ -6260,8 +6253,8 @@ struct Pool {
     pthread_t thread[];          // [threads - 1]
 };
 
-// A process must ask for AMX's registers (amx_allow: may it use them?). They are set up before a
-// thread's tasks and released after them (amx_use), because they slow down context switches.
+// A process must ask Linux for AMX's registers (amx_allow). They are set up before a thread's tasks
+// and released after them (amx_use), because they slow down context switches.
 #if defined(SIMD_VNNI) && defined(__AVX512BF16__) && defined(__linux__) && \
     (defined(__AMX_BF16__) || defined(__AMXBF16__))   // gcc, clang
 #define SIMD_AMX
@@ -6272,8 +6265,8 @@ static bool amx_allow(void) { return false; }
 static void amx_use(UNUSED bool on) {}
 #endif
 
-// A denormal number costs 100 cycles and is nearly 0: workers, and the caller during a call, flush
-// it to 0. cpu_pause, in a loop that waits, leaves more of a core to its other thread.
+// A denormal number costs 100 cycles and is nearly 0, so workers, and the caller during a call,
+// flush it to 0. cpu_pause, in a loop that waits, leaves more of a core to the core's other thread.
 #if defined(__SSE2__)
 #include <immintrin.h>
 static uint64_t fp_mode(void) { return _mm_getcsr(); }
@@ -6317,7 +6310,7 @@ static void pool_work(Pool *p, int thread) {
     if (done && atomic_fetch_sub(&p->running, done) == done) pool_wake(p);
 }
 
-// The caller waits until the last task is finished, a worker until there is something to claim.
+// The caller waits until the last task is finished, a worker until there is a task to claim.
 static bool pool_ready(Pool *p, bool caller) {
     if (caller) return !atomic_load(&p->running);
     return atomic_load(&p->left) > 0 || atomic_load(&p->quit);
@@ -6357,7 +6350,7 @@ static Pool *pool_open(int threads) {
     if (!p) return NULL;
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->wake, NULL);
-    p->amx = amx_allow();   // before there are threads: they inherit the permission
+    p->amx = amx_allow();   // before there are threads, which inherit the permission
     for (p->threads = 1; p->threads < threads; p->threads++) {
         if (pthread_create(&p->thread[p->threads - 1], NULL, pool_thread, p) == 0) continue;
         pool_close(p);
@@ -6391,14 +6384,14 @@ static void run_row(Task t) {
     r->fn(r->s, r->arg, t.i);
 }
 
-// To learn how much scratch it takes, forward also runs dry, without buffers: then only matmul and
-// attention do something, because they count.
+// forward also runs dry, without buffers, to learn how much scratch it takes. Then only matmul and
+// attention do something: they count.
 static void each_row(Session *s, RowFn *fn, const void *arg, int n) {
     if (s->op_scratch.base) parallel(s->pool, run_row, &(RowTask){s, fn, arg}, n);
 }
 
 #ifdef LLM_PLAIN
-// Part I's definitions do the work: slowly, but in place of sections 28 to 37
+// Part I's plain loops do the work of sections 28 to 37, slowly
 static void matmul(UNUSED Pool *p, Arena *a, const Matmul *jobs, int k) {
     for (int j = 0; j < k; j++) {
         size_t mark = a->used;
@@ -6422,23 +6415,23 @@ static void narrow(const float *x, int n, uint16_t *to) {
 static void memory_strip(Session *s, const void *w, size_t i) { plain_memory(s, w, i); }
 #else   // LLM_PLAIN leaves out sections 28 to 37, some 1,600 lines
 
-// ---- 28. vectors ----
+// ---- 28. instructions ----
 //
-// Loops below are written once for all CPUs, in plain C on compiler vectors as wide as theirs: vf
-// has LANES floats, vi as many int32, vb and vub four bytes in each lane. `a + b * c` is one or two
-// instructions for 4, 8 or 16 numbers. Few words need intrinsics, of which these, for AVX-512 VNNI,
-// AVX2 with and without VNNI, NEON with and without dot products of bytes; others get plain C:
+// The loops of Part V are plain C on vectors as wide as the CPU's: vf has LANES floats, vi as many
+// int32, vb and vub four bytes in each lane. `a + b * c` is one or two instructions for 4, 8 or 16
+// numbers. Few functions need intrinsics, of AVX-512 VNNI, AVX2 with or without VNNI, NEON with or
+// without products of bytes; other CPUs get plain C. INT8_TILE: products of bytes are faster than
+// products of floats for many tokens, too.
 //   dot_bytes   adds four products of bytes, w[0..3] * x[0..3], to each lane. VNNI takes w as
-//               unsigned: CODE_BIAS is added to signed codes. AVX2's vpmaddubsw adds pairs of
-//               unsigned times signed bytes in 16 bits; |w| times x with the sign of w is the same
-//               product and fits: a pair is at most 2 * 128 * 127
-//   dot_pairs   the same for small unsigned codes if PAIRS: adds a run of products, the first of
-//               which `begins` it, in 16 bits and widens them once: mostly 2 instructions, not 5
+//               unsigned, so CODE_BIAS is added to signed codes. AVX2's vpmaddubsw adds pairs of
+//               unsigned times signed bytes in 16 bits, so it gets |w| and x with the sign of w:
+//               the product is the same, and a pair, at most 2 * 128 * 127, fits
+//   dot_pairs   does the same for small unsigned codes if PAIRS is set: a run of products, from
+//               `begins` to `ends`, is added in 16 bits and widened once
 //   dot_scaled  scales a dot product that began at ROUNDER_BITS. ROUNDER times the scale of any
-//               format is exact: one multiply-add takes it off and rounds once, as two steps would
+//               format is exact, so one multiply-add takes it off and rounds once
 //   evens, odds give both lanes of a pair its first or its second number
-//   pair_sums   the sums of a's pairs, then of b's
-// INT8_TILE: products of bytes are faster than products of floats for many tokens, too.
+//   pair_sums   returns the sums of a's pairs, then of b's
 
 #define UNROLL QUANT_UNROLL
 #ifdef __clang__
@@ -6588,15 +6581,17 @@ static void narrow(const float *x, int n, uint16_t *to) {
 
 // ---- 29. products of a few tokens ----
 //
-// token_pack rounds the activations to TokenActs; then the matvec function of the weights' format,
+// token_pack rounds the activations to TokenActs. Then the matvec function of the weights' format,
 // which matmul finds in `formats`, decodes 256 weights at a time and adds their products (dot256).
-// Up to FEW tokens meet the same decoded weights. Each has sums of its own, added in the order that
-// they would have if it were alone: so a token's numbers do not depend on how many there are.
+// Up to FEW tokens meet the same decoded weights. Each token has sums of its own, added in the
+// order that they would have if it were alone, so its numbers do not depend on how many tokens
+// there are.
 
-// Rounds 32 floats to int8 codes q = x / d and returns d, rounded to f16 as in ggml; sum gets the
-// sums of the first 16 codes, of the other 16, and of all. Positive floats have the order of their
-// bits, and adding ROUNDER leaves the nearest integer in the low bits: compilers turn these integer
-// loops into vector code. lo and hi are unsigned because a NaN's bits overflow.
+// Rounds 32 floats to int8 codes q = x / d and returns d, rounded to f16 as in ggml. `sum` gets the
+// sums of the first 16 codes, of the other 16 and of all. Positive floats have the order of their
+// bits, and adding ROUNDER leaves the nearest integer in the low bits, so these are loops of
+// integers, which compilers turn into vector code. lo and hi are unsigned because a NaN's bits
+// overflow.
 static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
     int32_t bits[32], top = 0;
     float most, y[32];
@@ -6619,8 +6614,8 @@ static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
 }
 
 // 256 activations of one token, in 8 groups of 32. q[k][g][j] is the code of number 8 k + j of
-// group g: decoders put the codes of weights in the same order. d[2 g + half] is the scale of half
-// a group, s[2 g + half] the scale times the sum of its 16 codes.
+// group g, because decoders put the codes of weights in that order. d[2 g + half] is the scale of
+// half a group, and s[2 g + half] is that scale times the sum of the half's 16 codes.
 typedef struct { int8_t q[4][8][8]; float d[16], s[16]; } TokenActs;
 
 static void token_pack(UNUSED const Matrix *w, const float *x, int count, UNUSED int token,
@@ -6639,12 +6634,12 @@ static void token_pack(UNUSED const Matrix *w, const float *x, int count, UNUSED
     }
 }
 
-// decodes 256 weights d q + m, ordered as in TokenActs: q[256], d[16], m[16]; restrict lets
+// decodes 256 weights d q + m, ordered as in TokenActs, to q[256], d[16], m[16]; restrict lets
 // compilers read b once
 #define DECODE_ARGS const uint8_t *restrict b, int8_t *q, float *d, float *m
 typedef void DecodeFn(DECODE_ARGS);
-// rows r .. end-1 of a job's out, but for scale and bias, for its n <= FEW tokens; x: TokenActs
-// [n][cols/256] for block formats, else the job's x
+// computes rows r .. end-1 of out, without the matrix's scale and bias, for the job's n <= FEW
+// tokens; x is TokenActs [n][cols/256] for block formats, else the job's x
 #define MATVEC_ARGS const Matmul *job, const void *x, int64_t r, int64_t end
 typedef void MatvecFn(MATVEC_ARGS);
 
@@ -6652,8 +6647,8 @@ typedef struct {
     MatvecFn *matvec;
     int bytes;                 // of 256 weights
     bool block;                // not floats
-    bool per16, offsets;       // d and m of each 16 weights, not 32; m is not always 0
-    int bias;                  // makes signed codes unsigned
+    bool per16, offsets;       // d and m per 16 weights, not per 32; m is not always 0
+    int bias;                  // code + bias is never negative; 0 if there are offsets
     int max_pairs;             // longest run that dot_pairs may add; 0: use dot_bytes
 } Format;
 
@@ -6667,15 +6662,14 @@ static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
 
 // Adds the products of 256 weights, decoded from b, and of each token's activations acts[t][at] to
 // the lanes of sums[t][0]. In the order of TokenActs, lanes 2 g and 2 g + 1 of each q[k] hold
-// numbers 8 k .. 8 k + 7 of group g, four in each lane. So a lane meets one group only, and its
-// products for k = 0..3 are added as integers, then converted and scaled once. With a scale per 16
-// weights (per16) this is done twice: for k = 0, 1 with the scale of the group's first half, for
-// k = 2, 3 with that of its second.
+// numbers 8 k .. 8 k + 7 of group g, four in each lane. So a lane meets one group only: its
+// products for k = 0..3 are added as integers, then converted and scaled once; with a scale per 16
+// weights (per16) twice, for k = 0, 1 with the scale of the group's first half, for k = 2, 3 with
+// that of its second.
 //
 // A weight d q + m also adds m times its activation: sums[t][1] collects m times the known sums of
-// activations. Formats without m have signed codes. Where products take unsigned ones, `bias` is
-// added to the codes, sums[t][1] collects d times the sums, and block_matvec takes off `bias` times
-// that.
+// activations. If codes are signed but products take unsigned ones, `bias` is added to the codes,
+// sums[t][1] collects d times the sums, and block_matvec subtracts `bias` times that.
 INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int tokens,
                    const TokenActs *const *acts, size_t at, vf sums[][2]) {
     int8_t q[256] __attribute__((aligned(64)));
@@ -6705,8 +6699,8 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int toke
     }
 }
 
-// Sums lanes, LANES rows at once, as it costs as much as 256 weights: sums [n][LANES] keep their
-// vectors until row i fills them or is the last. Tokens of out lie `step` floats apart.
+// Sums lanes of LANES rows at once, because that costs as much as 256 weights. sums [n][LANES] keep
+// the rows' vectors until row i fills them or is the last. Tokens of out lie `step` floats apart.
 INLINE void put_sums(vf sums[][LANES], int n, int64_t i, int64_t rows, float *out, size_t step) {
     int last = i % LANES;
     if (last + 1 < LANES && i + 1 < rows) return;
@@ -6716,7 +6710,7 @@ INLINE void put_sums(vf sums[][LANES], int n, int64_t i, int64_t rows, float *ou
     }
 }
 
-// tokens: job->n or more, whose sums are not used; a constant, so that sums stay in registers
+// `tokens`, job->n or more, is a constant, so that sums stay in registers; the last token repeats.
 INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_ARGS) {
     int64_t cols = job->w->cols, step = (cols + 255) / 256;
     int bytes = f->bytes, n = job->n;
@@ -6755,8 +6749,8 @@ INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_A
     }
 }
 
-// four sums at a time: an addition takes four cycles, and those to one sum wait for one another.
-// Two vectors go to each sum before the next token's turn.
+// A row has four sums, because an addition takes four cycles and additions to one sum wait for one
+// another. Two vectors go to each sum before the next token's turn.
 INLINE void float_matvec(vf load(const void *), int size, int n, MATVEC_ARGS) {
     enum { STEP = 8 * LANES };
     int64_t cols = job->w->cols, count;
@@ -6765,7 +6759,7 @@ INLINE void float_matvec(vf load(const void *), int size, int n, MATVEC_ARGS) {
     uint8_t last[4 * STEP] = {0};      // the end of a row, with zeros behind
     float edge[FEW][STEP] = {{0}};     // and its activations
     int64_t i = 0;
-    bool pairs = LANES == 4 && n == 1 && cols % STEP == 0;   // of rows, which share the loads of x
+    bool pairs = LANES == 4 && n == 1 && cols % STEP == 0;   // two rows share the loads of x
     for (; pairs && i + 1 < end - r; i += 2, w += cols * size) {
         vf sum[2][4] = {{{0}}};
         for (int64_t k = 0; k < cols; k += STEP, w += STEP * size) {
@@ -6819,7 +6813,7 @@ INLINE void few_matvec(DecodeFn *decode, const Format *f, MATVEC_ARGS) {
     else block_matvec(decode, f, FEW, job, x, r, end);
 }
 
-// Each format has a function of its own: decoder, load and Format are constants in what is inlined.
+// Each format has a function of its own, in which its decoder, load and Format are constants.
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
     INLINE void unpack_##name(DECODE_ARGS) { decode_##name((const void *)b, 0, 8, q, d, m); }      \
     static void matvec_##name(MATVEC_ARGS) {                                                       \
@@ -6831,7 +6825,7 @@ static void matvec_f32(MATVEC_ARGS) { floats_matvec(load_f32, 4, job, x, r, end)
 static void matvec_f16(MATVEC_ARGS) { floats_matvec(load_f16, 2, job, x, r, end); }
 static void matvec_bf16(MATVEC_ARGS) { floats_matvec(load_bf16, 2, job, x, r, end); }
 
-// A pair is at most 254 times the largest code, which is at most twice the bias or, without one,
+// A pair is at most 254 times the largest code. That is at most twice the bias, or, without a bias,
 // below 2^bits of a weight in the file. 16 bits hold 8 * 254 * 16, 4 * 254 * 32 and 2 * 254 * 64.
 #define TOP_CODE(bias, bits) (bias ? 2 * bias : 1 << (bits))
 #define MAX_PAIRS(top) (!PAIRS ? 0 : (top) <= 16 ? 8 : (top) <= 32 ? 4 : (top) <= 64 ? 2 : 0)
@@ -6851,19 +6845,19 @@ static const Format formats[64] = {
 //
 // out [n][rows] is computed in tiles of some tokens times 16 or 32 rows, whose sums stay in
 // registers. Rows lie across the lanes and activations are broadcast, so no lanes are added up. A
-// task has a strip of rows: it decodes `depth` weights of each to panels, which stay in L2 while it
-// multiplies them with all tokens of the chunk, batch by batch; a batch's activations stay in L1
-// meanwhile. Then it takes the next `depth` weights, whose products it adds to out.
+// task has a strip of rows. It decodes `depth` weights of each row to panels, which stay in L2
+// while it multiplies them with all tokens of the chunk, batch by batch, and a batch's activations
+// stay in L1 meanwhile. Then it takes the next `depth` weights and adds their products to out.
 //
-// An example: 40 tokens, 96 rows and 2,048 columns of q4_K, with AVX-512 and two threads. 7 batches
-// of 6 tokens (the last one has 4, and 2 copies) times 2 steps of 1,024 columns are 14 tasks, which
-// call `pack` 6 * 4 times each. 3 strips of 32 rows are 3 tasks. Each does, for weights 0..1023,
-// then 1024..2047: `decode` twice, to panels of 16 rows; then, for each batch, `multiply` for a
-// tile of 32 rows times 6 tokens, 12 sums of 16 floats, and tile_out. Of all 42 tiles 21 overwrite
-// their part of out [40][96], and 21 add to it.
+// An example: 40 tokens, 96 rows and 2,048 columns of q4_K, with AVX-512 and two threads. First 7
+// batches of 6 tokens (the last batch has 4, and 2 copies) times 2 steps of 1,024 columns are 14
+// tasks, which call `pack` 6 * 4 times each. Then 3 strips of 32 rows are 3 tasks. For weights
+// 0..1023, then 1024..2047, each task calls `decode` twice, to panels of 16 rows, and for each
+// batch `multiply`, for a tile of 32 rows times 6 tokens, 12 sums of 16 floats, and tile_out. Of
+// all 42 tiles 21 overwrite their part of out [40][96], and 21 add to it.
 //
-// A Tile is what differs between CPUs and formats. Only its three functions know how packed
-// activations and panels are laid out. The Product that `multiply` gets is one such tile.
+// A Tile is what differs between CPUs and formats: three functions, which alone know how packed
+// activations and panels are laid out. A Product is one tile of products, for `multiply`.
 
 typedef struct {
     const Matmul *job;
@@ -6891,12 +6885,12 @@ static const Tile *amx_tile(const Matrix *w);   // for products by w with AMX: s
 // a panel has TILE rows in VECTORS vectors, a tile of products PANELS panels
 enum { TILE = 16, VECTORS = TILE / LANES, PANELS = BY_LANES(2, 1, 1), MAX_TOKENS = 32 };
 
-// Copies words of 32 bits (a float, four codes or two bf16), `columns` of each of 16 rows, which
-// lie `stride` words apart, to columns of 16. With AVX-512 `columns` is rounded up to whole 4.
+// Copies words of 32 bits (a float, four codes or two bf16), `columns` of them from each of 16
+// rows, to columns of 16. Rows lie `stride` words apart. AVX-512 rounds `columns` up to whole 4.
 #if defined(SIMD_VNNI)
-// Four columns at a time. Vector i gets four words of each of rows i, 4+i, 8+i and 12+i, each row's
-// in 128 bits. Four vectors thus have 4 x 4 words in each 128 bits: two steps of unpacking
-// transpose these, and each vector is a column.
+// Four columns at a time. Vector i gets four words of each of rows i, 4+i, 8+i and 12+i, those of a
+// row in 128 bits. Then 128 bits of the four vectors have 4 x 4 words, which two steps of unpacking
+// transpose, and each vector is a column.
 static void transpose(const void *rows, int stride, int columns, void *to) {
     for (int k = 0; k < columns; k += 4) {
         float *column = (float *)to + TILE * k;
@@ -6924,8 +6918,9 @@ static void transpose(const void *rows, int stride, int columns, void *to) {
 }
 #endif
 
-// Adds sums [PANELS][tokens][16] to out, as far as the job has such rows and tokens; those of the
-// first weights of a row overwrite out. The last ones bring the matrix's scale and bias.
+// Adds sums [PANELS][tokens][16] to out, as far as the job has such rows and tokens. Those of a
+// row's first weights overwrite out; those of its last weights bring the matrix's scale and bias,
+// too.
 static void tile_out(const Product *p, int tokens, const vf *sums) {
     const Matrix *w = p->job->w;
     bool overwrites = p->k == 0, is_last = p->k + p->depth == w->cols;
@@ -6949,17 +6944,17 @@ static void tile_out(const Product *p, int tokens, const vf *sums) {
 
 // ---- 31. the float tile ----
 //
-// It multiplies float weights, and all formats where there is no int8 tile. Attention of many
-// queries uses tile_float for both of its products. (Neither is so with AMX.)
+// The float tile multiplies float weights, and weights of all formats where there is no int8 tile.
+// Attention of many queries uses tile_float for both of its products. (AMX needs neither.)
 
-// As many sums as registers hold beside operands: a multiply-add takes 4 cycles, 2 start in each.
-// Attention's "tokens" are keys of a block, or numbers of a value.
+// A tile has as many sums as registers hold beside operands, because a multiply-add takes 4 cycles
+// and 2 start in each. Attention's "tokens" are keys of a block, or numbers of a value.
 enum { FLOAT_DEPTH = 512, PACKED_TOKENS = BY_LANES(8, 5, 4),
        FLOAT_KEYS = 64, FLOAT_TOKENS = BY_LANES(8, 4, 4) };
 
 // out[i][t][16] = sum over k < depth of w[i][k][16] * x[t * next + k * step], for each panel i and
-// token t; if `adds`, the sums are added to out. Panels of w lie w_size floats apart, those of out
-// out_size, tokens of x `next`.
+// token t; if `adds`, the sums are added to out. Panels of w lie w_size floats apart, panels of out
+// out_size and tokens of x `next`.
 INLINE void tile_float(const float *w, size_t w_size, const float *x, int tokens, size_t next,
                        size_t step, int depth, bool adds, float *out, size_t out_size) {
     vf sum[PANELS][PACKED_TOKENS][VECTORS] = {{{{0}}}};
@@ -6976,7 +6971,7 @@ INLINE void tile_float(const float *w, size_t w_size, const float *x, int tokens
         }
 }
 
-// Packs activations to [cols][PACKED_TOKENS]. As they are, rows that lie a power of two apart would
+// Packs activations to [cols][PACKED_TOKENS]. Unpacked, rows that lie a power of two apart would
 // compete for the same few lines of L1.
 static void float_pack(UNUSED const Matrix *w, const float *x, int count, int token, void *acts) {
     for (int j = 0; j < count; j++) ((float *)acts)[j * PACKED_TOKENS + token] = x[j];
@@ -7003,17 +6998,18 @@ static const Tile float_tile = {.tokens = PACKED_TOKENS, .step = 1024, .depth = 
 
 // ---- 32. the int8 tile ----
 //
-// A dot product starts at the bits of ROUNDER. Seen as a float it then is ROUNDER + dot, so that no
-// integer is converted. For 32 weights of each of LANES rows and one token, dot_bytes is called 8
-// times; a scale takes 2 instructions, an offset 1. A tile has as many rows and tokens as registers
-// hold, with two sums for each vector; on x86 two vectors of rows share the loads of activations.
+// A dot product starts at the bits of ROUNDER, so that, seen as a float, it is ROUNDER + dot, and
+// no integer is converted. For 32 weights of each of LANES rows and one token, dot_bytes is called
+// 8 times; a scale takes 2 instructions, an offset 1. A tile has as many rows and tokens as
+// registers hold, with two sums for each vector; on x86 two vectors of rows share the loads of
+// activations.
 
 enum { INT8_DEPTH = 1024, INT8_TOKENS = BY_LANES(6, 3, 4) };
 
 // the four codes at x, in each lane
 INLINE vi four_codes(const int8_t *x) { return (vi){0} + (int32_t)quant_u32((const uint8_t *)x); }
 
-// dot[t] += products of weights w, four in a lane, and four activations of each token of a batch
+// dot[t] += the products of w, four weights in a lane, with four activations of token t of a batch
 #if defined(QUANT_NEON) && defined(__ARM_FEATURE_DOTPROD)
 INLINE void dot_tokens(vi dot[], vi w, const int8_t (*x)[4]) {   // one load for four tokens
     int8x16_t codes = (int8x16_t)w, four = vld1q_s8(x[0]);
@@ -7031,7 +7027,7 @@ typedef struct {                       // a group of activations of a batch
     int8_t q[8][INT8_TOKENS][4];       // codes, four at a time
     float d[INT8_TOKENS];              // scales
     float s[3][INT8_TOKENS];           // d * sum of the first half's codes, the second's, of all
-    int32_t start[3][INT8_TOKENS];     // of their dot products: ROUNDER, less what CODE_BIAS adds
+    int32_t start[3][INT8_TOKENS];     // of their dot products: ROUNDER, less the sums of CODE_BIAS
 } Int8Acts;
 typedef struct {                       // weights of 16 rows
     int8_t q[INT8_DEPTH / 4][TILE][4];   // codes, in the decoders' order
@@ -7051,15 +7047,16 @@ static void int8_pack(UNUSED const Matrix *w, const float *x, int count, int tok
     }
 }
 
-// A bias makes signed codes unsigned. What it adds is taken off by offsets m (for dot_pairs) or by
-// Int8Acts.start (CODE_BIAS). Q2_K has 4-bit scales of codes up to 3: the two are multiplied here,
-// eight codes in a word, and all weights of a block share one scale.
+// A bias makes signed codes unsigned, and its products are subtracted by offsets m (for dot_pairs)
+// or by Int8Acts.start (CODE_BIAS). Q2_K, which has 4-bit scales and codes up to 3, is folded:
+// scale and code are multiplied here, eight codes in a word, and all weights of a block share one
+// scale.
 static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     const Format *f = &formats[w->type];
     Int8Panel *p = panel;
     int bias = f->offsets ? 0 : CODE_BIAS;
     if (f->max_pairs) bias = f->bias;
-    bool folds = !PAIRS && f->per16 && f->offsets;   // Q2_K
+    bool folds = !PAIRS && f->per16 && f->offsets;
     for (int i = 0; i < depth; i += 256) {
         uint64_t q[TILE][32];
         float d[TILE][16], m[TILE][16];
@@ -7081,22 +7078,23 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
     }
 }
 
-// total[i][t][16] = products of panel i with token t of the batch. A group of weights has 1 or 2
-// scales, each of `step` weights, and 0 to 2 offsets. dot_pairs adds `run` words of four codes.
+// total[i][t][16] = the products of panel i with token t of the batch. A group of weights has 1 or
+// 2 `scales`, each of `step` weights, and 0 to 2 `offsets`. dot_pairs adds `run` words of four
+// codes.
 INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scales, int offsets,
                       int max_pairs, vf *total) {
     enum { T = INT8_TOKENS, V = PANELS * VECTORS };
     vf sum[V][T] = {{{0}}};
     int step = 32 / scales, run = smaller(max_pairs, step / 4), scale_offsets = offsets / scales;
-    bool plain = offsets || !CODE_BIAS;   // codes without CODE_BIAS
+    bool unbiased = offsets || !CODE_BIAS;   // the codes are without CODE_BIAS
     for (size_t g = 0; g < (size_t)depth / 32; g++, x++)
-        UNROLL for (int half = 0; half < scales; half++) {   // if there is one scale, all the group
+        UNROLL for (int half = 0; half < scales; half++) {   // one scale: half 0 is the whole group
             size_t which = scales > 1 ? half : 2;            // of start [3]
-            size_t code = g / 8 * 64 + g % 8 * 2;            // of a panel's q: the group's first
+            size_t code = g / 8 * 64 + g % 8 * 2;            // the group's first of a panel's q
             vi dot[V][T], pairs[V][T];
             UNROLL for (int v = 0; v < V; v++)
                 UNROLL for (int t = 0; t < T; t++)
-                    dot[v][t] = (vi){0} + (plain ? ROUNDER_BITS : x->start[which][t]);
+                    dot[v][t] = (vi){0} + (unbiased ? ROUNDER_BITS : x->start[which][t]);
             UNROLL for (int i = 0; i < step / 4; i++) {
                 size_t j = half * 4 + i, at = code + j / 2 * 16 + j % 2;
                 UNROLL for (int v = 0; v < V; v++) {
@@ -7123,8 +7121,8 @@ INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scal
             total[(v / VECTORS * T + t) * VECTORS + v % VECTORS] = sum[v][t];
 }
 
-// MULTIPLY(scales, offsets, max_pairs): each is a tile_int8 of its own, with loops unrolled. With
-// PAIRS formats with max_pairs take one of the first five, where offsets also take off a bias.
+// Each MULTIPLY(scales, offsets, max_pairs) is a tile_int8 with unrolled loops: five of dot_pairs,
+// whose offsets may be there to subtract a bias, and four of dot_bytes.
 static void int8_multiply(const Product *p, vf *sum) {
     const Format *f = &formats[p->job->w->type];
     int pairs = PAIRS ? f->max_pairs : 0, offsets = !PAIRS && f->offsets;
@@ -7137,7 +7135,7 @@ static void int8_multiply(const Product *p, vf *sum) {
     else if (f->per16 && offsets) MULTIPLY(1, 2, 0);       // q2_K, folded
     else if (f->per16) MULTIPLY(2, 0, 0);                  // iq2_xs iq2_s, q3_K q6_K iq1_m nvfp4
     else if (offsets) MULTIPLY(1, 1, 0);                   // q4_1 q5_1 q4_K q5_K
-    else MULTIPLY(1, 0, 0);   // q8_0 iq2_xxs iq3_xxs iq4_nl iq4_xs, and what is not named above
+    else MULTIPLY(1, 0, 0);   // q8_0 iq2_xxs iq3_xxs iq4_nl iq4_xs, and all others without pairs
 #undef MULTIPLY
 }
 
@@ -7147,11 +7145,11 @@ static const Tile int8_tile = {.tokens = INT8_TOKENS, .step = 1024, .depth = INT
 
 // ---- 33. matmul ----
 //
-// A call has up to MAX_JOBS products, of which some share x. Activations are packed first, each x
-// once (plan_job, pack_task); then rows are cut into strips, and a strip is a task, or two are
-// halves of one (plan_tasks, matmul_task). Up to FEW tokens have no tiles, but are cut up likewise.
+// A call has up to MAX_JOBS products, some of which share x. First activations are packed, each x
+// once (plan_job, pack_task). Then rows are cut into strips, and a task has a strip or half of one
+// (plan_tasks, matmul_task). Up to FEW tokens have no tiles, but their rows are cut up, too.
 
-// the two Tiles of a few tokens, which only say how activations are packed, if they are
+// the two Tiles of a few tokens, which only say how activations are packed (floats are not)
 static const Tile float_token = {.tokens = 1};
 static const Tile block_token = {.tokens = 1, .step = 8192, .act_bytes = sizeof(TokenActs),
                                  .pack = token_pack};
@@ -7163,7 +7161,7 @@ typedef struct {
     uint64_t act_bytes;                // of a batch, all columns
     int first_pack, first_task;        // numbers of this job's first tasks
     int64_t task_rows;                 // of a strip
-    int undivided;                     // strips that are one task each; the others are two
+    int whole;                         // the first so many strips are one task each, others two
     size_t row_bytes;                  // of weights
 } JobPlan;
 typedef struct {
@@ -7182,15 +7180,16 @@ static void pack_task(Task t) {
     int64_t k = i / batches * tile->step, end = smaller(k + tile->step, job->w->cols);
     char *acts = (char *)plan->acts + batch * plan->act_bytes + k / 256 * tile->act_bytes;
     for (; k < end; k += 256, acts += tile->act_bytes)
-        for (int j = 0; j < tile->tokens; j++) {   // copies of its first token fill the last batch
+        for (int j = 0; j < tile->tokens; j++) {   // copies of its first token fill a batch up
             int token = first + j < job->n ? first + j : first;
             const float *x = job->x + token * input_step(job->w) + k;
             tile->pack(job->w, x, smaller(end - k, 256), j, acts);
         }
 }
 
-// Rows r .. end-1 for tokens t .. t_end-1, where t begins a batch. Rows are rounded up to whole
-// tiles: past the matrix's end panels repeat its last row, and tile_out leaves that out.
+// Computes rows r .. end-1 for tokens t .. t_end-1, where t begins a batch. Rows are rounded up to
+// whole tiles: past the matrix's end panels repeat its last row, and tile_out leaves these rows
+// out.
 static void multiply_tiles(const JobPlan *plan, int64_t r, int64_t end, int t, int t_end,
                            char *panels) {
     const Matrix *w = plan->job->w;
@@ -7225,18 +7224,14 @@ static void matmul_task(Task t) {
     const JobPlan *plan = call->job;
     while (t.i >= plan[1].first_task) plan++;
     const Matrix *w = plan->job->w;
-    int i = t.i - plan->first_task, n = plan->job->n, strip = i;
-    bool lower = true, upper = true;   // the halves that this task has
-    if (i >= plan->undivided) {        // strips u, u, u + 1, u + 1 .. with u undivided
-        strip = (i + plan->undivided) / 2;
-        upper = (i + plan->undivided) % 2;
-        lower = !upper;
-    }
+    int n = plan->job->n, i = t.i - plan->first_task, past = i - plan->whole;
+    int strip = past < 0 ? i : plan->whole + past / 2;
+    int half = past < 0 ? -1 : past % 2;   // of the strip; -1: all of it
     int64_t r = strip * plan->task_rows, end = smaller(r + plan->task_rows, w->rows);
     if (n <= FEW) {
         int64_t middle = smaller(r + plan->task_rows / 2, end);
-        if (!lower) r = middle;
-        if (!upper) end = middle;
+        if (half == 1) r = middle;
+        if (half == 0) end = middle;
         float scale = w->scale ? *w->scale : 1;
         formats[w->type].matvec(plan->job, plan->acts, r, end);
         for (int t = 0; t < n; t++) {
@@ -7244,16 +7239,15 @@ static void matmul_task(Task t) {
             for (int64_t i = r; i < end; i++) out[i] = out[i] * scale + (w->bias ? w->bias[i] : 0);
         }
     } else {
-        int middle = ceil_div(n, 2 * plan->tile->tokens) * plan->tile->tokens;
+        int middle = ceil_div(n, 2 * plan->tile->tokens) * plan->tile->tokens;   // of the tokens
         char *panels = call->panels + t.thread * call->panel_bytes;
-        int from = lower ? 0 : middle;   // tokens
-        int to = upper ? n : middle;
-        multiply_tiles(plan, r, end, from, to, panels);
+        multiply_tiles(plan, r, end, half == 1 ? middle : 0, half == 0 ? middle : n, panels);
     }
 }
 
-// Plans to pack `job`, unless an earlier one packs the same. The tile depends on format, CPU and
-// whether there are few tokens, never on sizes: small tests run the code that large models run.
+// Plans the packing of a job's activations, unless an earlier job packs the same. The tile depends
+// on the format, the CPU and whether there are few tokens, but never on sizes, so small tests run
+// the code that large models run.
 static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, const Matmul *job) {
     const Matrix *w = job->w;
     const JobPlan *same = call->job;
@@ -7278,10 +7272,10 @@ static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, con
     plan[1].first_pack = plan->first_pack + packs;
 }
 
-// Cuts the rows of k jobs into strips: whole cache lines of out (32 rows), and about equal bytes of
-// weights, four strips per thread, as each reads all activations, or three for a few tokens. As
-// some cores are slower (two threads may share one), the last strips of the last job are two tasks
-// each, if there are tokens enough to be worth decoding weights twice.
+// Cuts the rows of k jobs into strips of whole cache lines of out (32 rows) and of about equal
+// bytes of weights. A thread gets four strips, because each strip reads all activations, or three
+// for a few tokens. Some cores are slower (two threads may share one), so the last strips of the
+// last job are two tasks each, if there are tokens enough to be worth decoding weights twice.
 static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
     size_t bytes = 0;
     for (int i = 0; i < k; i++) bytes += plan[i].row_bytes * plan[i].job->w->rows;
@@ -7290,17 +7284,18 @@ static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
         int divided = plan->job->n >= 256 ? p->threads / 2 : 0;
         if (plan->job->n <= FEW) {
             share = 3 * p->threads;
-            most = (512 << 10) / plan->row_bytes;   // the fastest, as memory likes long runs
+            most = (512 << 10) / plan->row_bytes;   // memory is fastest in long runs
             divided = p->threads;
         }
         plan->task_rows = larger(smaller(bytes / share / plan->row_bytes, most) / 32, 1) * 32;
         int strips = (plan->job->w->rows + plan->task_rows - 1) / plan->task_rows;
         if (i < k - 1) divided = 0;
-        plan->undivided = strips > divided ? strips - divided : 0;
-        plan[1].first_task = plan->first_task + 2 * strips - plan->undivided;
+        plan->whole = strips > divided ? strips - divided : 0;
+        plan[1].first_task = plan->first_task + 2 * strips - plan->whole;
     }
 }
 
+// Computes k products; an arena without memory only counts the buffers that they take.
 static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
     MatmulCall call;
     size_t mark = arena->used;
@@ -7319,12 +7314,12 @@ static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
 //
 // Online softmax (arXiv 1805.02867, 2205.14135) reads the cache in blocks of rows. A query keeps
 // `top`, the largest score so far, the sum of its weights exp(score - top), and the weighted sum of
-// values. When top grows, both sums fade by exp(old top - new top). So no n x n buffer is needed,
-// and the query heads that share a KV head share each block. top starts at -FLT_MAX, and a masked
-// score is -INFINITY: no difference is inf - inf, which would be a NaN.
+// values. When top grows, both sums fade by exp(old top - new top). So there is no n x n buffer,
+// and all query heads that share a KV head share each block. top starts at -FLT_MAX and a masked
+// score is -INFINITY, so no difference is inf - inf, which would be a NaN.
 
-// How much do queries at positions first .. last see of `keys` rows from r on? Rows that none sees
-// are passed over; rows that all see need no mask.
+// How many of `keys` rows from r on do queries at positions first .. last see? Rows that no query
+// sees are passed over, and rows that all see need no mask.
 enum { NONE_SEEN, SOME_SEEN, ALL_SEEN };
 static int block_seen(const Attention *a, int r, int keys, int first, int last) {
     int any = 0, all = 1, end = smaller(r + keys, a->rows);
@@ -7338,7 +7333,7 @@ static int block_seen(const Attention *a, int r, int keys, int first, int last) 
     return all ? ALL_SEEN : SOME_SEEN;
 }
 
-// how many rows of a layer's cache have been written: a ring fills in order
+// the rows of a layer's cache that have been written; a ring fills in order
 static int rows_used(const Attention *a) { return smaller(a->pos + a->n, a->rows); }
 static int up_to_32(int width) { return ceil_div(width, 32) * 32; }
 
@@ -7346,9 +7341,9 @@ static int up_to_32(int width) { return ceil_div(width, 32) * 32; }
 //
 // A task has one KV head and some tokens' queries of all heads that share it, 16 to a QueryTile.
 // Queries lie across the lanes: scores are [key][16], results [vd][16], and no lanes are added up.
-// Keys and values are made floats, in rows of hd32 and vd32: hd and vd rounded up to whole 32, with
-// zeros behind. An AttentionTile is what differs between CPUs: how it packs all this for its
-// products scores = keys * queries and results += transposed values * weights.
+// Keys and values become floats in rows of hd32 and vd32, which are hd and vd rounded up to whole
+// 32, with zeros behind. An AttentionTile is what differs between CPUs: how it packs these numbers
+// for its two products, scores = keys * queries and results += transposed values * weights.
 
 typedef struct {                       // 16 queries of heads that share a KV head
     void *q;                           // packed, in as many bytes as [16][hd32] floats
@@ -7360,7 +7355,7 @@ typedef struct {                       // 16 queries of heads that share a KV he
 
 typedef struct {                       // rows of a KV head's cache
     float *k, *v;                      // [keys][hd32], [keys][vd32]
-    void *packed;                      // both as pack_keys leaves them, in as many bytes
+    void *packed;                      // k and v as pack_keys packs them, in as many bytes
     const int32_t *pos;                // [keys]
     int keys;
     bool masked;                       // some query does not see all of them
@@ -7368,16 +7363,16 @@ typedef struct {                       // rows of a KV head's cache
 
 typedef struct {
     int keys;                          // most rows of a block
-    int task_queries;                  // most queries of a task, all heads counted: they stay in L2
-    // from [16][width]; NULL: floats in columns, keys as they are
+    int task_queries;                  // most queries of a task, of all heads; they stay in L2
+    // pack_queries packs q [16][width]. NULL: queries are floats in columns; keys are not packed
     void (*pack_queries)(const float *q, int width, void *to);
     void (*pack_keys)(const Attention *a, const KeyBlock *b);
-    // of PANELS query tiles: scores, tile_softmax, and the weighted values added to the results
+    // computes scores of PANELS query tiles, calls tile_softmax and adds the weighted values
     void (*attend)(const Attention *a, const KeyBlock *b, QueryTile *q);
 } AttentionTile;
 
 // Turns scores s[keys][16] of scaled queries into weights exp(score - top), with the new top, and
-// adds them to q->sum; the sums of earlier blocks fade.
+// adds the weights to q->sum. The sums of earlier blocks fade.
 static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, float *restrict s) {
     vf top[VECTORS];
     float most[TILE], total[TILE] = {0}, fade[TILE];
@@ -7409,9 +7404,9 @@ static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, fl
         store(q->out + e, load_f32(q->out + e) * load_f32(fade + e % TILE));
 }
 
-// On most CPUs both products are the float tile: rows of keys times columns of queries, columns of
-// values times rows of weights. With AVX-512 two query tiles share each broadcast number: that is
-// 16 multiply-adds for 10 loads, while 8 for one tile would wait for 9 loads.
+// On most CPUs both products are the float tile: rows of keys times columns of queries, then
+// columns of values times rows of weights. With AVX-512 two query tiles share each broadcast
+// number, which makes 16 multiply-adds for 10 loads; one tile's 8 would wait for 9 loads.
 static void float_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[PANELS][FLOAT_KEYS * TILE] __attribute__((aligned(64)));
     int hd32 = up_to_32(a->hd), vd32 = up_to_32(a->vd);
@@ -7432,15 +7427,15 @@ static const AttentionTile amx_attention;   // section 37
 typedef struct {
     const Attention *a;
     const AttentionTile *tile;
-    int group, tasks;                  // heads that share a KV head
+    int sharing, tasks;                // query heads that share a KV head
     int tokens, tiles;                 // of a task: most tokens; QueryTiles
     QueryTile *q;                      // [threads][tiles]
     float *work;                       // [threads][work_size] for KeyBlock and QueryTiles
     size_t work_size;
 } ManyCall;
 
-// Packs a task's `count` queries: number j is of token first + j / group, head kv * group + j %
-// group. Copies of the last one fill the last tiles. rows [16][hd32] must be zeros on entry.
+// Packs a task's `count` queries: number j is of token first + j / sharing, head kv * sharing + j %
+// sharing. Copies of the last query fill the last tiles. rows [16][hd32] must be zeros on entry.
 static void many_start(const ManyCall *call, QueryTile *q, float *rows, int kv, int first,
                        int count) {
     const Attention *a = call->a;
@@ -7448,7 +7443,7 @@ static void many_start(const ManyCall *call, QueryTile *q, float *rows, int kv, 
     for (int j = 0; j < call->tiles * TILE; j++) {
         QueryTile *tile = &q[j / TILE];
         int lane = j % TILE, at = j < count ? j : count - 1;
-        int head = kv * call->group + at % call->group, token = first + at / call->group;
+        int head = kv * call->sharing + at % call->sharing, token = first + at / call->sharing;
         const float *from = a->q + ((size_t)token * a->n_head + head) * a->hd;
         for (int e = 0; e < a->hd; e++) rows[lane * hd32 + e] = from[e] * a->scale;
         tile->top[lane] = -FLT_MAX;
@@ -7461,12 +7456,13 @@ static void many_start(const ManyCall *call, QueryTile *q, float *rows, int kv, 
     }
 }
 
+// Attends for some queries of one KV head's query heads, block by block, and writes their results.
 static void many_task(Task t) {
     const ManyCall *call = t.ctx;
     const Attention *a = call->a;
-    // the last queries see most keys: they come first, so that no thread is left alone with them
+    // the last queries come first: they see most keys, and no thread should be left alone with them
     int task = call->tasks - 1 - t.i, kv = task % a->n_kv, first = task / a->n_kv * call->tokens;
-    int tokens = smaller(a->n - first, call->tokens), count = tokens * call->group;
+    int tokens = smaller(a->n - first, call->tokens), count = tokens * call->sharing;
     int hd32 = up_to_32(a->hd), vd32 = up_to_32(a->vd), both = hd32 + vd32;
     int keys = call->tile->keys, most = smaller(up_to_32(rows_used(a)), keys);   // of a block
     float *work = call->work + t.thread * call->work_size;
@@ -7491,7 +7487,7 @@ static void many_task(Task t) {
         }
         if (call->tile->pack_keys) call->tile->pack_keys(a, &b);
         for (int i = 0; i * TILE < count; i += PANELS) {
-            uint32_t last = q[i + PANELS - 1].pos[TILE - 1];   // of their last key; -1: the most
+            uint32_t last = q[i + PANELS - 1].pos[TILE - 1];   // an empty row's -1 is above it
             b.keys = loaded;
             while (!a->ahead && b.keys && (uint32_t)b.pos[b.keys - 1] > last) b.keys--;
             call->tile->attend(a, &b, &q[i]);
@@ -7499,24 +7495,24 @@ static void many_task(Task t) {
     }
     for (int j = 0; j < count; j++) {   // values, divided by sums of weights
         const QueryTile *tile = &q[j / TILE];
-        int lane = j % TILE, head = kv * call->group + j % call->group;
-        float *to = a->out + ((size_t)(first + j / call->group) * a->n_head + head) * a->vd;
+        int lane = j % TILE, head = kv * call->sharing + j % call->sharing;
+        float *to = a->out + ((size_t)(first + j / call->sharing) * a->n_head + head) * a->vd;
         float sum = tile->sum[lane] + (a->sinks ? exp_fast(a->sinks[head] - tile->top[lane]) : 0);
         float inverse = sum == 0 ? 0 : 1 / sum;   // 0: it sees nothing
         for (int e = 0; e < a->vd; e++) to[e] = tile->out[TILE * e + lane] * inverse;
     }
 }
 
+// Cuts queries into large tasks, because each packs all its keys; but each thread needs four.
 static void attend_many(Pool *p, Arena *arena, const Attention *a) {
     int step = PANELS * TILE;   // queries that `attend` takes
-    ManyCall call = {.a = a, .tile = &float_attention, .group = a->n_head / a->n_kv};
+    ManyCall call = {.a = a, .tile = &float_attention, .sharing = a->n_head / a->n_kv};
     if (p->amx) call.tile = &amx_attention;
-    // the more queries a task has, the fewer tasks pack the same keys; but each thread needs four
     int share = larger(a->n * a->n_head / (4 * p->threads), step);
-    call.tokens = larger(smaller(share, call.tile->task_queries) / call.group, 1);
+    call.tokens = larger(smaller(share, call.tile->task_queries) / call.sharing, 1);
     call.tokens = smaller(call.tokens, a->n);
     call.tasks = a->n_kv * ceil_div(a->n, call.tokens);
-    call.tiles = ceil_div(call.tokens * call.group, step) * PANELS;
+    call.tiles = ceil_div(call.tokens * call.sharing, step) * PANELS;
     int rows = call.tiles * TILE + call.tile->keys * (call.tile->pack_keys ? 2 : 1);
     call.work_size = rows * (up_to_32(a->hd) + up_to_32(a->vd));
     call.q = arena_take(arena, p->threads * call.tiles, sizeof *call.q);
@@ -7526,28 +7522,29 @@ static void attend_many(Pool *p, Arena *arena, const Attention *a) {
 
 // ---- 36. attention of a few queries ----
 //
-// Each query is by itself, so that its sums do not depend on the others. Memory sets the speed: it
-// has 2 * (hd + vd) bytes per row and KV head, read once for all query heads that share them. Of a
-// block, ONE_KEYS rows, the keys are read and then the values, in the order of memory, and with
+// Each query is by itself, so that its sums do not depend on the others. Memory sets the speed: 2 *
+// (hd + vd) bytes per row and KV head, read once for all query heads that share them. Of a block,
+// BLOCK_KEYS rows, first the keys are read and then the values, in the order of memory, and with
 // each row the same row of the next block is prefetched, so that memory never waits for arithmetic.
-// SPLIT_BLOCKS blocks make a split: a task does it for one query after the other, the first of
-// which brings the rows into L2. Each split of a head has a largest score and sums of its own, a
-// Partial; the thread that finishes the last split of a unit joins its Partials.
+// A task does a split, SPLIT_BLOCKS blocks, for one query after the other; the first one brings the
+// rows into L2. Each split of a head has its own largest score and sums, a Partial, and the thread
+// that finishes the last split of a unit joins the unit's Partials.
 //
 // An example: the query at position 299 sees 300 rows, 10 blocks in 3 splits of 4, 4 and 2. 8 heads
-// share 2 KV heads; with 2 threads 2 units (4 heads each) times 3 splits are 6 tasks. Task 4 has
-// unit 1, split 1: four calls of one_block, for rows 128..159 and so on of KV head 1, fill Partials
-// of heads 4 to 7. The task of 3, 4 and 5 that ends last joins 3 Partials for each of these heads.
+// share 2 KV heads. With 2 threads 2 units (4 heads each) times 3 splits are 6 tasks. Task 4 has
+// unit 1, split 1: four calls of query_block, for rows 128..159 and so on of KV head 1, fill
+// Partials of heads 4 to 7. The task of 3, 4 and 5 that ends last joins 3 Partials for each of
+// these heads.
 
-enum { ONE_KEYS = 32, SPLIT_BLOCKS = 4 };
-typedef struct { float top, sum, out[]; } Partial;   // as in a QueryTile, of one query; [vd] out
+enum { BLOCK_KEYS = 32, SPLIT_BLOCKS = 4 };
+typedef struct { float top, sum, out[]; } Partial;   // as in a QueryTile, for one query; out [vd]
 typedef struct {
     const Attention *a;
     int32_t *block;                // [n][most] first rows of the blocks that a query sees
-    int blocks[FEW], most;         // how many; of all rows
-    int splits;                    // most blocks of a query / SPLIT_BLOCKS, rounded up
+    int blocks[FEW], most;         // the number of its blocks; of all blocks
+    int splits;                    // of the query that sees most blocks
     int heads, units;              // a unit has the heads that share a KV head, or some of them
-    int task_splits;               // splits that a task has, one unit's after the other's
+    int task_splits;               // of a task: splits, one unit's after the other's
     float *partials;               // [n][n_head][splits] Partials
     size_t size;                   // floats of a Partial
     atomic_int *missing;           // [n][units] splits that are not finished
@@ -7558,11 +7555,11 @@ static Partial *partial_of(const FewCall *call, int head, int split) {
     return (Partial *)(call->partials + ((size_t)head * call->splits + split) * call->size);
 }
 
-// s[heads][ONE_KEYS] = products of keys k with the queries q of up to 4 neighbours, then zeros
-INLINE void one_scores(const Attention *a, const float *q, const uint16_t *k, const uint16_t *next,
-                       int keys, int heads, float s[][ONE_KEYS]) {
-    vf sum[4][ONE_KEYS];
-    int in_vectors = a->hd / LANES * LANES;   // the others of hd are added one by one
+// s[heads][BLOCK_KEYS] = the products of keys k with the queries q of up to 4 heads, then zeros
+INLINE void query_scores(const Attention *a, const float *q, const uint16_t *k,
+                         const uint16_t *next, int keys, int heads, float s[][BLOCK_KEYS]) {
+    vf sum[4][BLOCK_KEYS];
+    int in_vectors = a->hd / LANES * LANES;   // the rest of hd is added one by one
     for (int j = 0; j < keys; j++, k += a->hd, next += a->hd) {
         vf total[4] = {{0}};
         prefetch_l2(next, 2 * a->hd);
@@ -7577,27 +7574,27 @@ INLINE void one_scores(const Attention *a, const float *q, const uint16_t *k, co
         }
     }
     for (int h = 0; h < heads; h++) {
-        for (int j = keys; j < ONE_KEYS; j++) sum[h][j] = (vf){0};
-        for (int j = 0; j < ONE_KEYS; j += LANES) store(s[h] + j, sum_each(&sum[h][j]));
+        for (int j = keys; j < BLOCK_KEYS; j++) sum[h][j] = (vf){0};
+        for (int j = 0; j < BLOCK_KEYS; j += LANES) store(s[h] + j, sum_each(&sum[h][j]));
     }
 }
 
-// does what tile_softmax does, for one query and with keys across the lanes
-static void one_softmax(const Attention *a, const int32_t *pos, int head, float *restrict s,
-                        Partial *restrict partial) {
+// tile_softmax for one query, with keys across the lanes
+static void query_softmax(const Attention *a, const int32_t *pos, int head, float *restrict s,
+                          Partial *restrict partial) {
     float slope = a->slopes ? a->slopes[head % a->n_head] : 0, top = partial->top;
     int query = a->pos + head / a->n_head;
     vf most = {0}, sum = {0};
-    for (int j = 0; j < ONE_KEYS; j++) s[j] *= a->scale;
-    if (a->softcap > 0) soft_cap(s, ONE_KEYS, a->softcap);
-    for (int j = 0; slope > 0 && j < ONE_KEYS; j++) s[j] -= slope * (float)abs(query - pos[j]);
-    for (int j = 0; j < ONE_KEYS; j++)
+    for (int j = 0; j < BLOCK_KEYS; j++) s[j] *= a->scale;
+    if (a->softcap > 0) soft_cap(s, BLOCK_KEYS, a->softcap);
+    for (int j = 0; slope > 0 && j < BLOCK_KEYS; j++) s[j] -= slope * (float)abs(query - pos[j]);
+    for (int j = 0; j < BLOCK_KEYS; j++)
         s[j] = attention_sees(a, query, pos[j]) ? s[j] : -INFINITY;
-    UNROLL for (int j = 0; j < ONE_KEYS; j += LANES)
+    UNROLL for (int j = 0; j < BLOCK_KEYS; j += LANES)
         most = j ? larger_of(most, load_f32(s + j)) : load_f32(s + j);
     UNROLL for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
-    for (int j = 0; j < ONE_KEYS; j++) s[j] = exp_fast(s[j] - top);
-    UNROLL for (int j = 0; j < ONE_KEYS; j += LANES) sum += load_f32(s + j);
+    for (int j = 0; j < BLOCK_KEYS; j++) s[j] = exp_fast(s[j] - top);
+    UNROLL for (int j = 0; j < BLOCK_KEYS; j += LANES) sum += load_f32(s + j);
     float fade = exp_fast(partial->top - top);
     partial->top = top;
     UNROLL for (int left = LANES; left > 1; left /= 2) sum = pair_sums(sum, sum);
@@ -7605,10 +7602,11 @@ static void one_softmax(const Attention *a, const int32_t *pos, int head, float 
     if (fade < 1) for (int e = 0; e < a->vd; e++) partial->out[e] *= fade;
 }
 
-// out[heads][vectors * LANES] += weights s times so much of each key's values, with all sums in
+// out[heads][vectors * LANES] += weights s times this part of each key's values, with all sums in
 // registers; rows of out lie `stride` floats apart
-INLINE void one_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
-                        int heads, int vectors, float s[][ONE_KEYS], float *out, size_t stride) {
+INLINE void query_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
+                          int heads, int vectors, float s[][BLOCK_KEYS], float *out,
+                          size_t stride) {
     vf sum[4][8];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int i = 0; i < vectors; i++) sum[h][i] = load_f32(out + h * stride + i * LANES);
@@ -7623,44 +7621,44 @@ INLINE void one_columns(const Attention *a, const uint16_t *v, const uint16_t *n
         UNROLL for (int i = 0; i < vectors; i++) store(out + h * stride + i * LANES, sum[h][i]);
 }
 
-// out[heads][vd] += weights s times so many rows of values
-INLINE void one_values(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
-                       int heads, float s[][ONE_KEYS], float *out, size_t stride) {
+// out[heads][vd] += weights s times the values of `keys` rows
+INLINE void query_values(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
+                         int heads, float s[][BLOCK_KEYS], float *out, size_t stride) {
     int e = 0, vectors = heads == 4 || LANES == 8 ? 4 : 8;   // as many as registers can hold
     for (; e + vectors * LANES <= a->vd; e += vectors * LANES)
-        one_columns(a, v + e, next + e, keys, heads, vectors, s, out + e, stride);
+        query_columns(a, v + e, next + e, keys, heads, vectors, s, out + e, stride);
     for (; e + LANES <= a->vd; e += LANES)
-        one_columns(a, v + e, next + e, keys, heads, 1, s, out + e, stride);
+        query_columns(a, v + e, next + e, keys, heads, 1, s, out + e, stride);
     for (int h = 0; h < heads && e < a->vd; h++)
         for (int j = 0; j < keys; j++)
             for (int i = e; i < a->vd; i++)
                 out[h * stride + i] += s[h][j] * quant_f16_to_f32(v[j * a->v_step + i]);
 }
 
-// Adds block b of a KV head to the Partials of `heads` of a query's heads, from number g on. Only
-// the first of them (g == 0) prefetch a block: this KV head's next one, or the next head's first.
-INLINE void one_block(const FewCall *call, int query, int kv, int b, int g, int heads) {
+// Adds block b of a KV head to the Partials of `heads` of a query's heads, from head g of those
+// that share it. Only g == 0 prefetches: this KV head's next block, or the next head's first block.
+INLINE void query_block(const FewCall *call, int query, int kv, int b, int g, int heads) {
     const Attention *a = call->a;
     const int32_t *block = call->block + (size_t)query * call->most;
-    int r = block[b], keys = smaller(a->rows - r, ONE_KEYS);
+    int r = block[b], keys = smaller(a->rows - r, BLOCK_KEYS);
     size_t head = query * a->n_head + kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
-    size_t row = (size_t)kv * a->rows + r, next = row;   // next: to prefetch; row costs nothing
+    size_t row = (size_t)kv * a->rows + r, next = row;   // next: is prefetched; row costs nothing
     size_t stride = call->size * call->splits;
-    int32_t pos[ONE_KEYS];
-    float s[4][ONE_KEYS];
+    int32_t pos[BLOCK_KEYS];
+    float s[4][BLOCK_KEYS];
     if (g == 0 && b + 1 < call->blocks[query]) next = row - r + block[b + 1];
     else if (g == 0 && kv + 1 < a->n_kv) next = row - r + a->rows + block[0];
-    memset(pos, -1, sizeof pos);   // past the last row: nobody sees it
+    memset(pos, -1, sizeof pos);   // no query sees what is past the last row
     memcpy(pos, a->pos_k + r, keys * sizeof *pos);
-    one_scores(a, a->q + head * a->hd, a->k + row * a->hd, a->k + next * a->hd, keys, heads, s);
+    query_scores(a, a->q + head * a->hd, a->k + row * a->hd, a->k + next * a->hd, keys, heads, s);
     for (int i = 0; i < heads; i++)
-        one_softmax(a, pos, head + i, s[i], partial_of(call, head + i, split));
-    one_values(a, a->v + row * a->v_step, a->v + next * a->v_step, keys, heads, s,
-               partial_of(call, head, split)->out, stride);
+        query_softmax(a, pos, head + i, s[i], partial_of(call, head + i, split));
+    query_values(a, a->v + row * a->v_step, a->v + next * a->v_step, keys, heads, s,
+                 partial_of(call, head, split)->out, stride);
 }
 
-// joins a head's Partials, all faded to the largest score, and divides values by the sum of weights
-static void one_join(const FewCall *call, int head) {
+// joins a head's Partials, faded to the largest score, and divides values by the sum of weights
+static void join_partials(const FewCall *call, int head) {
     const Attention *a = call->a;
     float sink = a->sinks ? a->sinks[head % a->n_head] : -INFINITY;
     float *out = a->out + (size_t)head * a->vd, top = fmaxf(sink, -FLT_MAX);
@@ -7676,11 +7674,12 @@ static void one_join(const FewCall *call, int head) {
     for (int e = 0; e < a->vd && sum != 0; e++) out[e] /= sum;
 }
 
-// A query that sees fewer blocks than others has empty Partials, which change no sum.
-static void one_split(const FewCall *call, int query, int unit, int split) {
+// Does one split of a unit for one query. A query that sees fewer blocks than others has empty
+// Partials, which change no sum.
+static void query_split(const FewCall *call, int query, int unit, int split) {
     const Attention *a = call->a;
-    int group = a->n_head / a->n_kv, first = unit * call->heads, kv = first / group;
-    int head = query * a->n_head + first, g_end = first % group + call->heads;
+    int sharing = a->n_head / a->n_kv, first = unit * call->heads, kv = first / sharing;
+    int head = query * a->n_head + first, g_end = first % sharing + call->heads;
     for (int h = head; h < head + call->heads; h++) {
         Partial *partial = partial_of(call, h, split);
         memset(partial, 0, call->size * sizeof(float));
@@ -7688,13 +7687,13 @@ static void one_split(const FewCall *call, int query, int unit, int split) {
     }
     int end = smaller((split + 1) * SPLIT_BLOCKS, call->blocks[query]);
     for (int b = split * SPLIT_BLOCKS; b < end; b++) {
-        int g = first % group;
-        for (; g + 4 <= g_end; g += 4) one_block(call, query, kv, b, g, 4);
-        for (; g + 2 <= g_end; g += 2) one_block(call, query, kv, b, g, 2);
-        for (; g < g_end; g++) one_block(call, query, kv, b, g, 1);
+        int g = first % sharing;
+        for (; g + 4 <= g_end; g += 4) query_block(call, query, kv, b, g, 4);
+        for (; g + 2 <= g_end; g += 2) query_block(call, query, kv, b, g, 2);
+        for (; g < g_end; g++) query_block(call, query, kv, b, g, 1);
     }
     bool done = atomic_fetch_sub(&call->missing[query * call->units + unit], 1) == 1;
-    for (int h = head; done && h < head + call->heads; h++) one_join(call, h);
+    for (int h = head; done && h < head + call->heads; h++) join_partials(call, h);
 }
 
 static void few_task(Task t) {
@@ -7702,18 +7701,19 @@ static void few_task(Task t) {
     int end = smaller((t.i + 1) * call->task_splits, call->units * call->splits);
     for (int i = t.i * call->task_splits; i < end; i++)
         for (int query = 0; query < call->a->n; query++)
-            one_split(call, query, i / call->splits, i % call->splits);
+            query_split(call, query, i / call->splits, i % call->splits);
 }
 
+// Lists the blocks that each query sees, and cuts them into splits, units and tasks.
 static void attend_few(Pool *p, Arena *arena, const Attention *a) {
-    FewCall call = {.a = a, .most = ceil_div(a->rows, ONE_KEYS), .heads = a->n_head / a->n_kv,
+    FewCall call = {.a = a, .most = ceil_div(a->rows, BLOCK_KEYS), .heads = a->n_head / a->n_kv,
                     .units = a->n_kv, .size = sizeof(Partial) / sizeof(float) + a->vd};
     int most = arena->base ? 0 : call.most;   // blocks of a query
     call.block = arena_take(arena, a->n * call.most, sizeof *call.block);
     for (int i = 0; arena->base && i < a->n; i++) {
         int32_t *block = call.block + (size_t)i * call.most;
-        for (int r = 0; r < rows_used(a); r += ONE_KEYS)
-            if (block_seen(a, r, ONE_KEYS, a->pos + i, a->pos + i)) block[call.blocks[i]++] = r;
+        for (int r = 0; r < rows_used(a); r += BLOCK_KEYS)
+            if (block_seen(a, r, BLOCK_KEYS, a->pos + i, a->pos + i)) block[call.blocks[i]++] = r;
         most = larger(most, call.blocks[i]);
     }
     call.splits = ceil_div(most, SPLIT_BLOCKS);
@@ -7726,7 +7726,7 @@ static void attend_few(Pool *p, Arena *arena, const Attention *a) {
     call.partials = arena_take(arena, (size_t)heads * call.splits, call.size * sizeof(float));
     if (!arena->base) return;
     for (int i = 0; i < a->n * call.units; i++) atomic_init(&call.missing[i], call.splits);
-    // much of memory in order, yet four tasks a thread
+    // long runs of memory, but four tasks a thread
     call.task_splits = larger(all / (4 * p->threads), 1);
     parallel(p, few_task, &call, ceil_div(all, call.task_splits));
 }
@@ -7803,10 +7803,10 @@ static void memory_strip(Session *s, const void *w, size_t i) {   // one copy fo
 
 // ---- 37. AMX ----
 //
-// Xeons have it since 2023. A tile is here a register of 16 rows of 64 bytes, or what it holds: one
+// Xeons have AMX since 2023. Here a tile is a register of 16 rows of 64 bytes, or its contents. One
 // instruction multiplies 16 x 32 by 32 x 16 bf16 numbers, with float sums, in 16 cycles. Block
-// formats become bf16, scales and offsets included, and so do their activations: closer to exact
-// than int8. A float is the sum of three bf16 parts, an f16 of two. f32 weights take the six
+// formats become bf16, scales and offsets included, and so do their activations, which is closer to
+// exact than int8. A float is the sum of three bf16 parts, an f16 of two. f32 weights take the six
 // largest of nine products, f16 weights four, with two parts (17 bits) of each activation, bf16
 // weights two. 2 x 2 tiles share their operands: one load per product.
 
@@ -7817,8 +7817,8 @@ enum { AMX_DEPTH = 2048, AMX_FLOATS = 512,   // a panel's depth: of block format
 
 static bool amx_allow(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }   // asks Linux
 
-// Palette 1; eight tile registers with 64 bytes in each of 16 rows. A constant, because gcc thinks
-// that only its first 8 bytes are read, and would leave out stores to the rest.
+// Palette 1: eight tile registers with 64 bytes in each of 16 rows. It is a constant because gcc
+// thinks that only its first 8 bytes are read, and would leave out stores to the rest.
 static const struct { uint8_t palette[16]; uint16_t row_bytes[16]; uint8_t rows[16]; } tile_config =
     {{1}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 static void amx_use(bool on) {
@@ -7826,7 +7826,7 @@ static void amx_use(bool on) {
     else _tile_release();
 }
 
-// Numbers are sums of bf16 parts: so many for a weight, and for an activation that meets it.
+// the number of bf16 parts of a weight, and of an activation that meets it
 static int weight_parts(const Matrix *w) {
     if (w->type == QUANT_F32) return 3;
     return w->type == QUANT_F16 ? 2 : 1;
@@ -7843,14 +7843,14 @@ INLINE vf upper_bits(vf x) {   // rounded to the nearest bf16
     vu bits = (vu)x;
     return (vf)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
 }
-// stores 32 floats as sums of `parts` bf16, which lie `next` bytes apart; a part rounds what the
-// ones before leave
+// stores 32 floats as sums of `parts` bf16, which lie `next` bytes apart; each part rounds what the
+// parts before it leave
 INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {
     for (int p = 0; p < parts; p++, lo -= upper_bits(lo), hi -= upper_bits(hi))
         store_bf16((char *)to + p * next, lo, hi);
 }
 
-// to AmxActs [count/32][parts], with zeros behind
+// packs to AmxActs [count/32][parts], with zeros behind
 static void amx_pack(const Matrix *w, const float *x, int count, int token, void *acts) {
     AmxActs *a = acts;
     for (; count > 0; count -= 32, x += 32, a += act_parts(w)) {
@@ -7871,7 +7871,7 @@ static void amx_columns(const float *x, int width, int parts, char *to) {
     }
 }
 
-// up to 256 float weights of 16 rows, to tiles [8][parts]
+// decodes up to 256 float weights of 16 rows to tiles [8][parts]
 static void amx_floats(const Matrix *w, int64_t r, int64_t k, int count, char *to) {
     float x[TILE][256];
     if (count < 256) memset(x, 0, sizeof x);
@@ -7882,7 +7882,7 @@ static void amx_floats(const Matrix *w, int64_t r, int64_t k, int count, char *t
     amx_columns(x[0], 256, weight_parts(w), to);
 }
 
-// 16 weights: a pair from each of 8 rows, of which the first is row `from` of d and m [16]
+// 16 weights, which are a pair from each of 8 rows; the first is row `from` of d and m [16]
 INLINE vf pair_weights(const int8_t *q, const float *d, const float *m, int from) {
     __m512i row = (__m512i)((vi){0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7} + from);
     __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)q)));
@@ -7890,9 +7890,9 @@ INLINE vf pair_weights(const int8_t *q, const float *d, const float *m, int from
                                _mm512_permutexvar_ps(row, _mm512_loadu_ps(m)));
 }
 
-// 256 weights of 16 rows, to 8 tiles. They are transposed as codes, which are fewer bytes: 16 codes
-// from each of 8 rows are 8 x 8 pairs, which interleaving rows i and i + 4 three times transposes.
-// A tile has a group of weights; 8 of its 16 rows have a half.
+// Decodes 256 weights of 16 rows to 8 tiles. They are transposed as codes, which are fewer bytes:
+// 16 codes from each of 8 rows are 8 x 8 pairs, which interleaving rows i and i + 4 three times
+// transposes. A tile has a group of weights, and 8 of its 16 rows have half a group.
 static void amx_block(const Matrix *w, int64_t r, int64_t k, char *to) {
     _Alignas(64) int8_t q[2][8][256];            // codes of rows 0 to 7, of rows 8 to 15
     _Alignas(64) int8_t pairs[2][4][8][4][16];   // pairs i of half h: [h % 4][i][h / 4], of 8 rows
@@ -7931,9 +7931,10 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
         else amx_floats(w, r, k + i, smaller(depth - i, 256), to);
 }
 
-// out[2 * i + j] = 16 x 16 products of rows 16 i .. of a and the columns at b + j * next, or, if
-// `adds`, is added to. a and b are `deep` tiles, of some parts each. Part i of a number is about
-// 2^-8i of it, so parts i of a and j of b meet if i + j < order. out[2] NULL: a has only 16 rows.
+// out[2 * i + j] = the 16 x 16 products of rows 16 i .. of a and the columns at b + j * next; if
+// `adds`, they are added to out. a and b are `deep` tiles, of some parts each. Part i of a number
+// is about 2^-8i of it, so parts i of a and j of b meet if i + j < order. out[2] NULL: a has 16
+// rows.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
                         int deep, int order, bool adds, float *const out[4]) {
     const char *columns = b;
@@ -7976,7 +7977,7 @@ INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_part
 static void amx_multiply(const Product *p, vf *sum) {
     const Matrix *w = p->job->w;
     float *panel_0 = (float *)sum, *panel_1 = panel_0 + AMX_TOKENS * TILE;
-    bool more = p->t + TILE < p->job->n;   // than half of a batch
+    bool more = p->t + TILE < p->job->n;   // the batch has more than 16 tokens
     float *out[] = {panel_0, panel_1, more ? panel_0 + TILE * TILE : NULL, panel_1 + TILE * TILE};
     amx_product(p->acts, act_parts(w), p->panel, weight_parts(w), amx_tile(w)->panel_bytes,
                 (p->depth + 31) / 32, 3, false, out);
@@ -7992,8 +7993,8 @@ static const Tile *amx_tile(const Matrix *w) {
     return &tiles[act_parts(w) - 1];
 }
 
-// In attention each number is the sum of two bf16. Three products of them are still four times as
-// fast as floats. Keys and values, f16, lose nothing; queries and weights keep 17 bits.
+// In attention each number is the sum of two bf16, and three of their products are still four times
+// as fast as floats. Keys and values, f16, lose nothing; queries and weights keep 17 bits.
 static void amx_queries(const float *q, int width, void *to) { amx_columns(q, width, 2, to); }
 
 // Packs keys to AmxActs [n/32][hd/32][2] and values, transposed to [vd][n], to AmxActs
@@ -8024,7 +8025,7 @@ INLINE vf interleave(vf a, vf b, int from) {
     return (vf)_mm512_permutex2var_ps((__m512)a, at, (__m512)b);
 }
 
-// attends for two query tiles at once, as a product is 2 x 2 tiles
+// attends for two query tiles at once, because a product is 2 x 2 tiles
 static void amx_attend(const Attention *a, const KeyBlock *b, QueryTile *q) {
     float s[2][AMX_KEYS][TILE] __attribute__((aligned(64)));
     uint32_t weights[2][AMX_KEYS / 32][2][TILE][TILE];
@@ -8096,9 +8097,9 @@ static int best_first(const void *a, const void *b) {   // ties: the lower id
     return (x->id > y->id) - (x->id < y->id);
 }
 
-// Brings the k best of n to the front, in order. Candidates not worse than c[k - 1], the k-th best
-// of the last sort, are gathered past the first k; when there are k of them, all 2k are sorted, and
-// the k best stay: about n log k steps, and no copy.
+// Brings the k best of n to the front, in order. A candidate not worse than c[k - 1], the k-th best
+// of the last sort, moves behind the first k. When there are k more, all 2k are sorted and the k
+// best stay: about n log k steps in place.
 static void sort_top(Candidate *c, size_t n, size_t k) {
     size_t gathered = k;
     qsort(c, k, sizeof *c, best_first);
@@ -8114,8 +8115,9 @@ static void sort_top(Candidate *c, size_t n, size_t k) {
     qsort(c, gathered, sizeof *c, best_first);
 }
 
-// Returns a logit that at least k of l [n] reach; few more do if k is far below COLUMNS. It views l
-// as a matrix of COLUMNS columns, and takes the k-th best of their largest. k 0: all; c is scratch.
+// Returns a logit that at least k of l [n] reach, and few more if k is far below COLUMNS: the k-th
+// best of the columns' largest, in l as a matrix of COLUMNS columns. k 0: all reach it; c is
+// scratch.
 static float least_of_top(Candidate *c, const float *l, size_t n, int k) {
     enum { COLUMNS = 256 };
     float best[COLUMNS];
@@ -8128,14 +8130,14 @@ static float least_of_top(Candidate *c, const float *l, size_t n, int k) {
     return c[k - 1].logit;
 }
 
-// Makes candidates of the logits l [n] that may be among the k best (0: of all), in the order of
-// their ids: about 43 for k = 40. Returns how many.
+// Makes candidates, in the order of their ids, of the logits l [n] that may be among the k best (0:
+// of all), about 43 for k = 40. Returns their number.
 static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
-    enum { STEP = 64 };   // which the compiler compares at once
+    enum { STEP = 64 };   // logits that the compiler compares at once
     float least = least_of_top(c, l, n, k);
     size_t kept = 0;
     for (size_t i = 0, end; i < n; i = end) {
-        int some = 0;   // no bool: that would be compared one by one
+        int some = 0;   // with a bool the compiler would compare one by one
         end = i + STEP < n ? i + STEP : n;
         for (size_t j = i; j < end; j++) some |= l[j] >= least;
         if (!some) continue;
@@ -8145,8 +8147,8 @@ static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
     return kept;
 }
 
-// Sorts the best candidates to the front, as many as it takes for their weights to reach `share`:
-// 128 nearly always do.
+// Sorts the best candidates to the front, as many as it takes for their weights to reach `share`;
+// 128 are nearly always enough.
 static void sort_share(Candidate *c, size_t n, double share) {
     size_t k = 16, sorted;
     double sum;
@@ -8168,8 +8170,8 @@ static void sort_share(Candidate *c, size_t n, double share) {
 //   pass                                     sat  on   the   mat      three guesses, four rows
 //   drawn                                    on   the  rug            "mat" falls: no draw
 //
-// Each row is sampled as ever. The row of a guess that stands (it is what was drawn) has the floats
-// that it would have without guesses: so the text is the same. (arXiv 2302.01318: the distribution
+// Each row is sampled as ever. The row of a guess that stands, because it was drawn, has the floats
+// that it would have without guesses, so the text is the same. (arXiv 2302.01318: the distribution
 // is.)
 
 static bool same_three(const int32_t *a, const int32_t *b) {   // the three ids before a and b
@@ -8177,8 +8179,8 @@ static bool same_three(const int32_t *a, const int32_t *b) {   // the three ids 
 }
 
 // The index of a text has, for three ids in a row, the position behind the place where they stood
-// last. Returns their entry, for the ids before text + n: 0 if they are new. It is one of a few
-// behind their hash; if others hold all of these, the last one has to go.
+// last. Returns the entry of the ids before text + n, which is 0 if they are new. An entry is one
+// of eight behind its hash; if others hold all eight, the last one has to go.
 static int32_t *index_entry(const Session *s, int n) {
     const int32_t *text = s->history.id;
     int32_t *entry = NULL;
@@ -8191,8 +8193,8 @@ static int32_t *index_entry(const Session *s, int n) {
     return entry;
 }
 
-// Writes a guess of `count` ids behind the text [n]: what followed its last three ids where they
-// stood last. False: they are new. What it copies may overlap what it writes.
+// Writes a guess of `count` ids behind the text [n], the ids that followed its last three ids where
+// those stood last. False: the three are new. The guess may overlap what it copies.
 static bool guess_ids(Session *s, int n, int count) {
     int32_t *text = s->history.id;
     if (n <= 3) return false;
@@ -8204,7 +8206,7 @@ static bool guess_ids(Session *s, int n, int count) {
     return true;
 }
 
-// How many guesses, at most `most`, can run in a chunk with what is not evaluated of n tokens?
+// How many guesses, at most `most`, fit into a chunk behind those of n tokens not yet evaluated?
 static int guesses_fit(const Session *s, int n, int most) {
     const Model *m = s->m;
     int start = s->history.n - s->unseen;
@@ -8224,7 +8226,8 @@ typedef struct {
 
 // Writes the next guesses behind the text, n tokens of the history; `left` ids may still follow
 // (-1: any number). If all stood, about twice as many may run (1, 3, 7), else as many as stood. One
-// more than runs is written, because it tells when the text repeats itself where none may run.
+// more guess is written than may run, because it tells when the text repeats itself where none may
+// run.
 static void guess_next(Session *s, Guesses *g, int n, int left) {
     if (g->written && g->stood < (int)larger(g->run, 1)) g->most = g->stood;
     else if (g->written) g->most = smaller(2 * g->most + 1, s->o.draft);
@@ -9436,7 +9439,7 @@ static bool start_session(Cli *cli) {
     cli->s.on_chunk = on_chunk;
     cli->s.ctx = cli;
     size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows;   // of pool_row
-    size_t room = larger(wide * 2 * sizeof(double), m->tokenizer->piece_max);
+    size_t room = larger(wide * 2 * sizeof(double), m->tokenizer->detokenize_max);
     if (cli->bench.id || cli->info) room = (size_t)SLICES * SLICE;
     room = (room + 16383) / 16384 * 16384;
     cli->work = aligned_alloc(16384, room);   // whole pages, for a GPU to share
@@ -9528,29 +9531,29 @@ int main(int argc, char **argv) {
 // ---- appendix: Unicode ----
 //
 // UTF-8, and what the tokenizers need of the Unicode standard, version 15.1: three tables of ranges
-// of characters, each range with a value, made from the standard's UnicodeData.txt:
+// of characters, each range with a value, made from the standard's UnicodeData.txt.
 //   - CLASSES: s for the categories Z*, U+0009 to U+000D and U+0085; for others the first letter of
 //     the category. But letters of ASCII are u (Lu) or l, and of the other letters those of Lu, Ll
 //     or Lt are c in the blocks that deepseek-llm's list of letters with case knows: 0080-0556,
 //     10A0-10C5, 13A0-13FD, 1C90-2CFF, A640-A78E, AB70-FF5A, 10400-104FB, 10C80-10CF2, 118A0-118DF
 //     and 1E900-1E943; the rest are x.
-//   - LOWER: the lower case (field 14, from 1) minus the character. Where that is 1, both of the
-//     pair have the value 0 if the upper case is even, else -1.
+//   - LOWER: the lower case (field 14, from 1) minus the character. If that is 1, both characters
+//     of the pair have the value 0 where the upper case is even, else -1.
 //   - BASE: the first character of the decomposition (field 6), if that has no <tag>, and of the
 //     decomposition of that one, and so on; for Hangul syllable number i, U+1100 + i / 588.
-// Characters in a row that have one value are one range. It is written as up to 3 numbers:
+// Characters in a row that have one value are one range, written as up to 3 numbers:
 //   - 4 times its value minus that of the range before, where 0, -1, 1, -2, 2 are written 0, 1, 2,
 //     3, 4; plus 2 if characters lie between the two ranges; plus 1 if it has several characters;
-//   - only if some lie between: how many more than one;
-//   - only if it has several: how many more than two.
+//   - if characters lie between: their number less one;
+//   - if it has several: their number less two.
 // The last digit of a number has base 60, '#' (0) to '^' (59); digits before it have base 32, '_'
-// (0) to '~' (31), so that one sees where a number ends. Each line starts afresh, at character 0
-// with value 0, so that a binary search over the lines finds the one to read.
+// (0) to '~' (31), so that one sees where a number ends. Each line begins again at character 0 with
+// value 0, so that a binary search over the lines finds the one to read.
 //
 // UNICODE_LOWER begins with "c6`';&`K8". Here c6 is 4 * 60 + 19 = 259 = 4 * 64 + 3: 64 is written
-// for 32, what to add to 'A' for 'a', and both other numbers follow. `' is 1 * 60 + 4 = 64: after
-// 65 characters, at 'A', the range begins; ; is 24, so it has 26, to 'Z'. Then & is 3: 32 again;
-// `K is 100: 101 characters after 'Z', at U+00C0, is the next range; 8 is 21: it ends at U+00D6.
+// for 32, the value of 'A', as 'a' is 'A' + 32, and both other numbers follow. `' is 1 * 60 + 4 =
+// 64: 65 characters lie before 'A'. ; is 24: the range has 26, to 'Z'. Then & is 3: 32 again; `K is
+// 100: 101 characters lie between 'Z' and U+00C0; 8 is 21: the range has 23, to U+00D6.
 
 static const char *const UNICODE_CLASSES[] = {   // the index into "ulcxNMPSsC" below
     "`0*(&,3'0$+('+(%0+4#,$(#P;T$+'+P;K+'+4'',;'/,&',#?;+30%8#;GD#+7';0$3@8KH@KHb0+(%,%(b=+(<,3D%",
@@ -9597,7 +9600,7 @@ static const char *const UNICODE_CLASSES[] = {   // the index into "ulcxNMPSsC" 
     ">bg~.adUUjquK&@`EBa*b]F``z^`ac/&$`ac/",
 };
 
-static const char *const UNICODE_LOWER[] = {   // what to add; 0, -1: pairs, upper even, odd
+static const char *const UNICODE_LOWER[] = {   // the number to add; 0, -1: pairs, see above
     "c6`';&`K8&#(c2CQy?yF#'*#1.#Oo'o$'{-$z\\%z?zD#z@#z<#iM#o;+z,#z?3E#/zT#{-$3-#{@'|'|,#|/|&$#|'",
     "*f-#|(#|$%|7|,#&$#5(8#;0#383.#35#0%kWd?f@Ip3p:#3`k~9(`k~<#tC`lsK`k~&$#xS`b/3h<+&cR%&$#nA)i9(",
     "c^n&$bI#*##c*#2&#*b-E`&*9f]&fZ$#O\\#p6#${$1e8Ac2RC&*Wa#a(/.#`Ee>#G}a.`o+G%#%'cbt:k$`5d`{P'",
@@ -9671,7 +9674,7 @@ static size_t utf8_length(char first) {   // bytes of the character that begins 
     return c < 0xF0 ? 3 : 4;
 }
 
-// the character at s, of n bytes; *used: how many of them it took
+// the character that begins text s [n], and in *used the number of its bytes
 static uint32_t utf8_decode(const char *s, size_t n, size_t *used) {
     size_t len = utf8_length(s[0]);
     uint32_t c = len == 1 ? (uint8_t)s[0] : s[0] & (0x7Fu >> len);
@@ -9728,33 +9731,30 @@ static int32_t range_value(const char *const *line, size_t n, uint32_t c, int32_
     return otherwise;
 }
 
-static const struct { char letter; uint32_t first, last; } MORE_CLASSES[] = {
-    {' ', ' ', ' '}, {'/', '/', '/'}, {'d', '0', '9'}, {'n', '\n', '\n'}, {'r', '\n', '\n'},
-    {'r', '\r', '\r'}, {'f', '$', '$'}, {'f', '+', '+'}, {'f', '<', '>'}, {'f', '^', '^'},
-    {'f', '|', '|'}, {'f', '~', '~'}, {'t', '`', '`'}, {'a', '!', '/'}, {'a', ':', '@'},
-    {'a', '[', '`'}, {'a', '{', '~'}, {'p', '!', '/'}, {'p', ':', '~'}, {'p', 0x2018, 0x201F},
-    {'p', 0x3001, 0x3002}, {'p', 0xFF01, 0xFF0F}, {'p', 0xFF1A, 0xFF5E}, {'k', 0x3040, 0x30FF},
-    {'k', 0x4E00, 0x9FA5}, {'K', 0x800, 0x9FA5}, {'K', 0xAC00, 0xD7FF}, {'h', 0x3400, 0x4DBF},
-    {'h', 0x4E00, 0x9FFF}, {'h', 0xF900, 0xFAFF}, {'h', 0x20000, 0x2A6DF}, {'h', 0x2A700, 0x2B81F},
-    {'h', 0x2B920, 0x2CEAF}, {'h', 0x2F800, 0x2FA1F}, {'H', 0x2B820, 0x2B91F},
-    {'H', 0x2CEB0, 0x2EBEF}, {'b', '!', '!'}, {'b', '(', ')'}, {'b', ',', ','}, {'b', '.', '.'},
-    {'b', '?', '?'}, {'b', '|', '|'}, {'b', 0x60C, 0x60C}, {'b', 0x6D4, 0x6D4}, {'b', 0x964, 0x964},
-    {'b', 0x2026, 0x2026}, {'b', 0x3001, 0x3002}, {'b', 0xFF0C, 0xFF0C}, {'g', 0x3131, 0x318E},
-    {'g', 0xAC00, 0xD7A3}, {'z', 0x3105, 0x312F}, {'q', 0x2014, 0x2014}, {'q', 0x2018, 0x2019},
-    {'q', 0x201C, 0x201D}, {'q', 0x2026, 0x2026}, {'q', 0x3001, 0x303F}, {'q', 0xFE30, 0xFE4F},
-    {'q', 0xFF01, 0xFF01}, {'q', 0xFF0C, 0xFF0C}, {'q', 0xFF1A, 0xFF1B}, {'A', 0xE40, 0xEFF},
-    {'A', 0x1000, 0x109F}, {'A', 0x1100, 0x11FF}, {'A', 0x1780, 0x17FF}, {'A', 0x2F00, 0x2FDF},
-    {'A', 0x3040, 0x30FF}, {'A', 0x3400, 0x4DBF}, {'A', 0x4E00, 0xFAFF}, {'A', 0xFF65, 0xFF9F},
+// each class's ranges, as pairs of a first and a last character
+static const struct { char letter; const uint32_t *ranges; } MORE_CLASSES[] = {
+    {' ', U"  "}, {'/', U"//"}, {'d', U"09"}, {'n', U"\n\n"}, {'r', U"\n\n\r\r"}, {'t', U"``"},
+    {'f', U"$$++<>^^||~~"}, {'a', U"!/:@[`{~"}, {'k', U"\u3040\u30FF\u4E00\u9FA5"},
+    {'p', U"!/:~\u2018\u201F\u3001\u3002\uFF01\uFF0F\uFF1A\uFF5E"}, {'z', U"\u3105\u312F"},
+    {'K', U"\u0800\u9FA5\uAC00\uD7FF"}, {'g', U"\u3131\u318E\uAC00\uD7A3"},
+    {'h', U"\u3400\u4DBF\u4E00\u9FFF\uF900\uFAFF\U00020000\U0002A6DF\U0002A700\U0002B81F"
+          U"\U0002B920\U0002CEAF\U0002F800\U0002FA1F"},
+    {'H', U"\U0002B820\U0002B91F\U0002CEB0\U0002EBEF"},
+    {'b', U"!!(),,..??||\u060C\u060C\u06D4\u06D4\u0964\u0964\u2026\u2026\u3001\u3002\uFF0C\uFF0C"},
+    {'q', U"\u2014\u2014\u2018\u2019\u201C\u201D\u2026\u2026\u3001\u303F\uFE30\uFE4F\uFF01\uFF01"
+          U"\uFF0C\uFF0C\uFF1A\uFF1B"},
+    {'A', U"\u0E40\u0EFF\u1000\u109F\u1100\u11FF\u1780\u17FF\u2F00\u2FDF\u3040\u30FF\u3400\u4DBF"
+          U"\u4E00\uFAFF\uFF65\uFF9F"},
 };
 
 static uint64_t unicode_classes(uint32_t c) {
     int32_t k = range_value(UNICODE_CLASSES, COUNT(UNICODE_CLASSES), c, 10);
     uint64_t set = CLASS("ulcxNMPSsCO"[k]) | (k < 4 ? CLASS('L') : 0);
-    if (c == '~') set = 0;   // llama.cpp's expressions do not know it as a symbol
-    if (k == 8 && c >= 0x80) return set;   // the lists above know such a space only as white space
+    if (c == '~') set = 0;   // llama.cpp's expressions do not count it as a symbol
+    if (k == 8 && c >= 0x80) return set;   // a space beyond ASCII is in no other class
     for (size_t i = 0; i < COUNT(MORE_CLASSES); i++)
-        if (c >= MORE_CLASSES[i].first && c <= MORE_CLASSES[i].last)
-            set |= CLASS(MORE_CLASSES[i].letter);
+        for (const uint32_t *range = MORE_CLASSES[i].ranges; *range; range += 2)
+            if (c >= range[0] && c <= range[1]) set |= CLASS(MORE_CLASSES[i].letter);
     return set | (set & CLASS('L') && !(set & (CLASS('h') | CLASS('H'))) ? CLASS('y') : 0);
 }
 

@@ -24,18 +24,19 @@
 //                                q[4][8][8]: weight 32*g + 8*k + j is at q[64*k + 8*g + j]
 //
 // Why that order? A CPU multiplies 64 codes by 64 activations in one instruction (32 without
-// AVX-512), and adds each four neighbouring products in one lane. A group has four eights, those of
-// k = 0..3; they lie 64 bytes apart, so their sums come out in the same two lanes of four results.
-// Results with the same scale are added as integers; d and m are applied once, at the end.
+// AVX-512), and adds products 0 to 3 in lane 0, products 4 to 7 in lane 1, and so on. The four
+// eights of a group (k = 0..3) lie 64 bytes apart, so their sums come out in the same two lanes of
+// four results. Results with the same scale are added as integers; d and m are applied at the end.
 //
-// A decoder reads only the blocks of its n groups; on a CPU they may have any address. Where a row
+// A decoder reads only the blocks of its n groups; on a CPU they may have any address. If a row
 // ends before the 256th weight, quant_decode decodes a copy that ends in zeros. A format without
 // offsets sets m = -0.0f: adding it changes no float, while +0.0f would turn -0.0f into +0.0f.
-// Every product d*q is exact in a float, so a fused multiply-add gives the same bits: ggml's.
+// Every product d*q is exact in a float, so a fused multiply-add gives the same bits as ggml's.
 //
-// HOW TO READ. Begin at "first sitting", with three formats. In a map, "run 32" means that 32 bytes
-// hold the bits of weights 0..31, above them those of weights 32..63, and so on; when they are
-// full, 32 more bytes follow. Then go back to the functions that decoders are made of.
+// HOW TO READ. After this manual read Q8_0, Q4_0 and Q4_K at "first sitting"; when one calls a
+// function that decoders are made of, look up its comment in section 3. In a map, "run 32" means
+// that 32 bytes hold the bits of weights 0..31, above them those of weights 32..63, and so on; when
+// they are full, 32 more bytes follow. All other formats look the same.
 //
 // HOW TO ADD A FORMAT. Write map, struct and decoder, add a row to QUANT_TYPES, test golden blocks.
 //
@@ -108,9 +109,9 @@
 #endif
 
 // ---- 2. numbers in bytes ----
-// Files are little endian, and a block may begin at any byte: numbers are put together byte by
-// byte, which a CPU's compiler turns into one load. A GPU's does not, but its tensors are aligned:
-// so are numbers of 2 bytes, and words (here they always have 32 bits) in blocks of 4 * n bytes.
+// Files are little endian, and a block may begin at any byte, so numbers are put together from
+// bytes, which a CPU's compiler turns into one load. A GPU's compiler does not, but its tensors are
+// aligned, so numbers of 2 bytes are, too, and words (of 32 bits) where a block has 4 * n bytes.
 
 #if defined(__METAL_VERSION__) || defined(__CUDACC__)
 QUANT_INLINE uint32_t quant_u16(QUANT_DEVICE const uint8_t *p) {
@@ -120,7 +121,7 @@ QUANT_INLINE uint32_t quant_u32(QUANT_DEVICE const uint8_t *p) {
     return quant_u16(p) | quant_u16(p + 2) << 16;
 }
 // The word at p + i (i a multiple of 4) in a block of `size` bytes, from one aligned word or two.
-// `inside` says that more of the block follows: then from two, as neighbours share these loads.
+// If more of the block follows (`inside`), two are loaded, because neighbours share these loads.
 QUANT_INLINE uint32_t quant_word(QUANT_DEVICE const uint8_t *p, int i, int size, bool inside) {
     if (size % 4 == 0) return *(QUANT_DEVICE const uint32_t *)(p + i);
     uint32_t s = (uint32_t)(uint64_t)p & 3;
@@ -153,15 +154,15 @@ QUANT_INLINE void quant_four(uint32_t *w, const uint8_t *p) {
 QUANT_INLINE uint64_t quant_u64(QUANT_DEVICE const uint8_t *p) {
     return quant_u32(p) | (uint64_t)quant_u32(p + 4) << 32;
 }
-// Each group has two of the 16 bytes at p. Returns the 8 from p[i] on (i is 0 or 8); if n is 1,
-// only group g's two, at their place among their 8, the others zero; i does not matter then
+// The bytes p[i] to p[i + 7], where i is 0 or 8, of 16 bytes at p, two for each group. If n is 1,
+// the other groups' bytes are zero, and i does not matter.
 QUANT_INLINE uint64_t quant_pairs(QUANT_DEVICE const uint8_t *p, int i, int g, int n) {
     return n > 1 ? quant_u64(p + i) : (uint64_t)quant_u16(p + 2 * g) << g % 4 * 16;
 }
 
-// quant_as_floats: c[4] = the codes in a word, of a format whose codes plus `bias` are never
-// negative; quant_near: 2 + b / 64 for byte i of a word, b in 0..127; quant_from_bits: a float from
-// its bits; quant_f16_to_f32: half to float, exactly.
+// quant_as_floats: c[4] = the four codes in a word, which are never negative after adding `bias`
+// quant_near: 2 + b / 64 for byte i of a word, b in 0..127
+// quant_from_bits: the float of these bits; quant_f16_to_f32: the exact float of a half
 #if defined(__CUDACC__)
 QUANT_INLINE float quant_from_bits(uint32_t bits) { return __uint_as_float(bits); }
 // CUDA adds faster than it converts: 0x4b000000 | b, as bits of a float, is 2^23 + b.
@@ -177,9 +178,9 @@ QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
 }
 #else
 #if defined(__METAL_VERSION__)
-// To Apple a shift or a conversion is four additions, but the halves of a register are free: 0x6400
-// | b, as bits of a half, is 1024 + b, two at once. A power of two that a decoder has subtracted is
-// added again first: both go away, and u is what the file holds.
+// On Apple's GPUs a shift or a conversion takes as long as four additions, but both halves of a
+// register are free: 0x6400 | b, as bits of a half, is 1024 + b, two at once. If a decoder has
+// subtracted a power of two, it is added again, so that both cancel and u is what the file holds.
 QUANT_INLINE void quant_as_floats(uint32_t v, int bias, QUANT_THREAD float *c) {
     bool less = bias < 128 && (bias & (bias - 1)) == 0;
     uint32_t top = less ? 0x64006400 : 0x64806480;        // 0x80: a signed byte + 128
@@ -243,16 +244,15 @@ QUANT_INLINE uint64_t quant_spread(uint64_t x, int bits) { return QUANT_SPREAD(x
 #endif
 
 // ---- 3. the functions decoders are made of ----
-// A decoder calls quant_fields, quant_subtract, quant_scales and their like, each of which goes
-// over all codes or scales. These are written once, on vectors (quant_v) of QUANT_LANES codes: 1 in
-// plain C, where you see what each vector function does; 4 in a word on a GPU (with QUANT_WORDS,
-// in tests, too); 16 with NEON and on other CPUs; 32 with AVX2; 64 with AVX-512. With n = 8 loops
-// unroll, and codes stay in registers from one function to the next, and to a caller that loads
-// vectors.
+// A decoder calls quant_fields, quant_subtract, quant_scales and the like, each of which goes over
+// all codes or scales. They are written once, on vectors (quant_v) of QUANT_LANES codes: 1 in plain
+// C, where you see what each vector function does; 4 in a word on a GPU (with QUANT_WORDS also in
+// tests); 16 with NEON and on other CPUs; 32 with AVX2; 64 with AVX-512. With n = 8 loops unroll,
+// and codes stay in registers from one function to the next, and to a caller that loads vectors.
 //
-// An EIGHT is eight consecutive weights, which stay together in q[4][8][8]. Eight number t of q
-// holds weights 8*(t/n) .. 8*(t/n) + 7 of group g + t%n. With n = 8, eights 0 to 7 are the first
-// ones of the 8 groups, eights 8 to 15 the second ones, and so on; with n = 1 all are group g's.
+// An EIGHT is eight consecutive weights, which stay together in q[4][8][8]. With n = 8, eights 0 to
+// 7 of q are the first ones of the 8 groups, eights 8 to 15 the second ones, and so on; with n = 1
+// all four are group g's. So eight number t has weights 8*(t/n) .. 8*(t/n) + 7 of group g + t%n.
 
 // first weight of eight t, counted from that of group g; a vector longer than q repeats some
 QUANT_INLINE int quant_eight(int t, int n) { return t % n * 32 + t / n % 4 * 8; }
@@ -267,8 +267,8 @@ QUANT_INLINE void quant_put(QUANT_THREAD int8_t *q, int n, quant_v v) { *q = (in
 QUANT_INLINE quant_v quant_each(int c) { return c; }
 QUANT_INLINE quant_v quant_less(quant_v v, int c) { return v - c; }  // v and c in 0..127
 QUANT_INLINE quant_v quant_turn(quant_v v, quant_v minus) { return minus ? -v : v; }
-// loads eight t from p + block[t] + byte[t]. A block has `size` bytes. If it has 256 weights,
-// `field` of them hold what is loaded; if it has less, the field ends -field bytes behind p
+// loads eight t from p + block[t] + byte[t]. A block has `size` bytes. If it has 256 weights, the
+// loaded field has `field` bytes; if it has fewer, `field` is negative: the field ends at p - field
 QUANT_INLINE quant_v quant_load(QUANT_DEVICE const uint8_t *p, QUANT_THREAD const int *block,
                                 QUANT_THREAD const int *byte, int field, int size) {
     return p[*block + *byte];
@@ -605,7 +605,7 @@ QUANT_INLINE void quant_fields(QUANT_THREAD int8_t *q, QUANT_DEVICE const uint8_
     int blocks = weights < 256 ? 32 * g / weights * size : 0;
     int bytes = first / period * run + first % run, shift = first % period / run * bits;
     int left = bytes - weights * bits / 8;
-    if (QUANT_LANES <= 4) p += blocks + bytes, blocks = bytes = 0; // else quant_load asks
+    if (QUANT_LANES <= 4) p += blocks + bytes, blocks = bytes = 0; // large ones look at both
 #if defined(QUANT_WORDS)
     if (size % 16 == 0 && run == 32 && bits < 8 && !to && n == 1) { // such fields are aligned, too
         uint32_t w[8];
@@ -680,7 +680,8 @@ QUANT_INLINE void quant_scales_offsets(QUANT_THREAD float *d, QUANT_THREAD float
 #define QUANT_ARGS(X)                                                                              \
     QUANT_DEVICE const block_##X *b, int g, int n, QUANT_THREAD int8_t *q, QUANT_THREAD float *d
 #define QUANT_DECODER(X) QUANT_INLINE void decode_##X(QUANT_ARGS(X), QUANT_THREAD float *m)
-// the decoder of a format without offsets: it sets m, and what stands in braces only q and d
+// the decoder of a format without offsets: it sets m and calls quant_codes_X, whose body is what
+// follows QUANT_SCALED(X) in braces, for q and d
 #define QUANT_SCALED(X)                                                                            \
     QUANT_INLINE void quant_codes_##X(QUANT_ARGS(X));                                              \
     QUANT_DECODER(X) {                                                                             \
@@ -728,7 +729,8 @@ QUANT_INLINE uint32_t quant_byte(QUANT_THREAD const uint32_t *w, QUANT_DEVICE co
     return p[4 * k + i];
 #endif
 }
-// d and m of Q4_K and Q5_K from p, the 16 bytes d, dmin and scales
+// d and m of Q4_K and Q5_K from p, the 16 bytes d, dmin and scales: here as the map says, group by
+// group, below for all groups at once
 #if defined(QUANT_SCALAR) || defined(QUANT_WORDS)
 QUANT_INLINE void quant_scales_k(QUANT_THREAD float *d, QUANT_THREAD float *m,
                                  QUANT_DEVICE const uint8_t *p, int g, int n) {

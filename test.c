@@ -2510,7 +2510,7 @@ static void test_tokenizer_goldens(void) {
         size_t size;
         int lines = 0;
         const char *all = read_all(TOK_GOLDENS[k].tsv, &size);
-        char *text = need(size), *back = need(size), *piece = need(t->piece_max);
+        char *text = need(size), *back = need(size), *piece = need(t->detokenize_max);
         EACH_WORD(line, all, "\n") {
             char *ids = line + strcspn(line, "\t"), *end;
             Detokenizer d = {0};
@@ -2669,7 +2669,7 @@ static void test_tokenizer_streaming(void) {
     put_keys(&w, "tokenizer.ggml", "token_type=1,6,6,6,6,1,3,2,1");
     key_array(&w, "tokenizer.ggml.scores", GGUF_F32, 9, scores, sizeof scores);
     const Tokenizer *t = written_tokenizer(&w);
-    REQUIRE(t->piece_max <= sizeof out, "%zu bytes a piece", t->piece_max);
+    REQUIRE(t->detokenize_max <= sizeof out, "%zu bytes a token", t->detokenize_max);
     for (size_t i = 0; i < COUNT(steps); i++) {
         size_t n = detokenize(t, &d, steps[i].id, out);
         CHECK(n == strlen(steps[i].text) && !memcmp(out, steps[i].text, n), "step %zu", i);
@@ -5860,7 +5860,7 @@ static bool fuzz_tokenize(const Tokenizer *t, const uint8_t *data, size_t size) 
 }
 
 static bool fuzz_detokenize(const Tokenizer *t, const uint8_t *data, size_t size) {   // 2: an id
-    char *out = malloc(t->piece_max);
+    char *out = malloc(t->detokenize_max);
     Detokenizer d = {0};
     for (size_t i = 1; i < size; i += 2)
         detokenize(t, &d, (data[i - 1] << 8 | data[i]) % (t->n_vocab + 8) - 4, out);
