@@ -14,8 +14,8 @@
 //    7. open                 what the GPU lacks, its memory, the first pass
 //
 // llm.c has the prototypes of what it calls, gpu_chunk to gpu_copy; its Part VI also calls
-// gpu_bytes and gpu_rate. When gpu_forward or gpu_logits returns false, the CPU does the work: there
-// is no GPU, it lacks what the model needs (gpu_lacks, memory), or a call of the driver has failed.
+// gpu_bytes and gpu_rate. When gpu_forward or gpu_logits returns false, the CPU does the work:
+// there is no GPU, it lacks what a model needs (gpu_lacks, memory), or a driver's call has failed.
 #define METAL_HOST
 #include "kernels.metal"
 #undef METAL_HOST
@@ -101,8 +101,8 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // the memory tha
 // device_send brings up to date for the GPU, and device_fetch for the host. Each variant of a
 // kernel is compiled by itself; $XDG_CACHE_HOME/llm or ~/.cache/llm keeps its code, named by a hash
 // of its sources and the GPU's architecture. From compute capability 9.0 on a few tokens' launches
-// start early (programmatic dependent launch): a launch begins when all threadgroups of the previous
-// one have called next_may_start. It waits for its input at once, or where its kernel says so.
+// start early (programmatic dependent launch): a launch begins when all threadgroups of the one
+// before it have called next_may_start. It waits for its input at once, or where its kernel does.
 
 #include <dlfcn.h>
 #include <sys/stat.h>
