@@ -715,8 +715,8 @@ static bool dictate(void *ctx, int reused, int done, int n) {
     int rows = n - d->before - d->made + 1;   // n counts guesses
     if (done < n) return ++d->passes;
     for (int k = 0; k < rows; k++)
-        d->s->logits[(size_t)k * d->s->m->config.n_vocab + d->answer[d->made + k]] = 1e9f;
-    return true;
+        d->s->logits[(size_t)k * d->s->m->config.n_vocab + d->answer[d->made + k]] += 1e9f;
+    return true;   // a NaN stays one
 }
 static bool count_id(void *ctx, int32_t id) { return ++((Dictation *)ctx)->made; }
 
@@ -1289,6 +1289,8 @@ static const Odd WHOLE[] = {
       "attention.key_length=16 attention.key_length_mla=28 attention.value_length_mla=20"},
      {NULL}},   // of a head, of the latent row: other files have it the other way round
     {LLAMA, {NULL, NEW_TENSOR, "blk.1.attn_q.input_scale", 1}},
+    {{"cogvlm", 1, "f", ""}, {NULL, NEW_TENSOR, "blk.0.vis_attn_qkv.weight", 8}},
+    {LLAMA, {"no part", NEW_TENSOR, "x.vis_attn_qkv.weight", 8}},
     {NEXTN, {NULL, NEW_TENSOR, "blk.2.nextn.eh_proj.weight", 8}},
     {{"mamba2", 2, "MZY", SPACE_KEYS}, {NULL}},   // with a feed_forward_length, no FFN
     {NEXTN, {"blk.2.attn_k.weight: no part of a llama model of 2 layers"}},
@@ -1367,8 +1369,10 @@ static void test_gguf_whole(void) {
     };
     double read[4];   // bytes of a token, by loops: each reads all layers, of 48 x 32 and more
     for (int i = 1; i < 4; i++) {
-        Shape loops = {"nanbeige", 3, "T", text_of("num_loops=%d", i)};
-        read[i] = token_bytes(open_session(random_model(&loops), (Options){.threads = 1}), 0);
+        const char *keys = text_of("num_loops=%d skip_loop_final_norm=%d", i, i < 3);
+        const Model *m = random_model(&(Shape){"nanbeige", 3, "T", keys});
+        read[i] = token_bytes(open_session(m, (Options){.threads = 1}), 0);
+        CHECK(!m->layers[2].last_norm.w == (i < 3), "%d loops: a norm between them, or none", i);
     }
     CHECK(read[3] - read[2] == read[2] - read[1] && read[2] - read[1] > 3 * 3 * 48 * 32 * 4, "%g "
           "%g %g bytes", read[1], read[2], read[3]);
@@ -1442,6 +1446,7 @@ static const AttentionCase ATTENTION[] = {   // heads kv hd vd pos n rows window
     {"", 4, 2, 256, 256, 28, 7, 90, 90, 0, true, .n_rot = 256, ROPE_HALVES},
     {"qk", 80, 1, 192, 128, 250, 3, 260, 260, 0, true, .n_rot = 64, ROPE_HALVES},
     {"g", 4, 2, 256, 256, 118, 7, 80, 60, 3, true, true, .n_rot = 256, ROPE_HALVES},
+    {"", 8, 4, 32, 32, 272, 8, 300, 242, 0, true, .n_rot = 0},   // the first sees more splits
 };
 
 static uint16_t *half_noise(size_t n) {
@@ -1463,37 +1468,48 @@ static Attention attention_of(const AttentionCase *t) {
     for (int h = 0; h < t->n_head && t->slopes; h++) extra[h] = exp2f(-h - 1);
     uint16_t *k = half_noise((size_t)t->n_kv * t->rows * t->hd);
     bool inside = strchr(t->what, 'v');
+    uint16_t *v = inside ? k : half_noise((size_t)t->n_kv * t->rows * t->vd);
+    int v_step = inside ? t->hd : t->vd;
+    for (int r = 0; r < t->n_kv * t->rows; r++) {   // an empty row was beyond f16
+        uint16_t *value = v + r * v_step;
+        for (int i = 0; pos[r % t->rows] < 0 && i < t->vd; i++) value[i] = 0x7c00;
+        cache_finite(value, t->vd, inside ? value + t->vd : k + r * t->hd);
+    }
     return (Attention){.q = noise_array((size_t)t->n * t->n_head * t->hd, 3), .rows = t->rows,
                        .k = k, .pos_k = pos, .pos = t->pos, .n = t->n, .softcap = t->softcap,
-                       .v = inside ? k : half_noise((size_t)t->n_kv * t->rows * t->vd),
-                       .n_head = t->n_head, .n_kv = t->n_kv, .hd = t->hd, .vd = t->vd,
-                       .v_step = inside ? t->hd : t->vd, .window = t->window, .keep = t->keep,
+                       .v = v, .n_head = t->n_head, .n_kv = t->n_kv, .hd = t->hd, .vd = t->vd,
+                       .v_step = v_step, .window = t->window, .keep = t->keep,
                        .ahead = t->causal ? 0 : t->window - 1, .scale = 1 / sqrtf(t->hd),
                        .sinks = t->sinks ? extra : NULL, .slopes = t->slopes ? extra : NULL};
 }
 
-// all queries, and then the last alone
+// all queries, and then the last alone; of a few each, which has the same bits
 static void check_attention(int i) {
     const AttentionCase *t = &ATTENTION[i];
     size_t one = (size_t)t->n_head * t->vd, n_out = t->n * one;
     float *first = NULL, *want = need(n_out * sizeof *want);
-    Attention a = attention_of(t), last = a;
+    Attention a = attention_of(t);
     a.out = want;
     plain_attention(&a, need(a.rows * sizeof(float)));
-    last.q += (size_t)(t->n - 1) * t->n_head * t->hd;
-    last.pos += t->n - 1;
-    last.n = 1;
     for (int threads = 1; threads <= 3; threads += 1 + !!test.quick) {
         Pool *pool = pool_open(threads);
         REQUIRE(pool, "%d threads", threads);
-        a.out = need((n_out + one) * sizeof *a.out);
-        last.out = a.out + n_out;
+        a.out = need(2 * n_out * sizeof *a.out);
         if (!first) first = a.out;
         RUN_COUNTED(attention, pool, &a);
-        RUN_COUNTED(attention, pool, &last);
+        for (int k = t->n > FEW ? t->n - 1 : 0; k < t->n; k++) {
+            Attention alone = a;
+            alone.n = 1;
+            alone.pos += k;
+            alone.q += k * t->n_head * t->hd;
+            alone.out += n_out + k * one;
+            RUN_COUNTED(attention, pool, &alone);
+        }
         pool_close(pool);
-        CHECK(!memcmp(first, a.out, 4 * (n_out + one)), "case %d: %d threads differ", i, threads);
-        double error = nmse(a.out, want, n_out) + nmse(last.out, want + n_out - one, one);
+        CHECK(t->n > FEW || !memcmp(a.out, a.out + n_out, 4 * n_out), "case %d: not as alone", i);
+        CHECK(!memcmp(first, a.out, 8 * n_out), "case %d: %d threads differ", i, threads);
+        double error = nmse(a.out, want, n_out);
+        error += nmse(a.out + 2 * n_out - one, want + n_out - one, one);
         // exponentials to 1e-6, values summed in f32; a CPU with half dot products rounds q
         CHECK(error < 1e-7, "case %d: NMSE %.2g", i, error);
     }
@@ -1677,6 +1693,11 @@ static void check_few(const char *name) {
         bool same = !memcmp(got, want, (size_t)g.n * g.m->config.n_vocab * sizeof *got);
         CHECK(same, "%s -c %d: -b %d has other bits than -b 1", name, o.window, o.chunk);
     }
+    // behind a long text few tokens take more scratch than a chunk of many
+    Session *s = open_session(g.m, (Options){.window = 5000, .chunk = FEW + 1}), few = *s;
+    few.op_scratch = (Arena){0};
+    forward(&few, NULL, FEW, 0);
+    CHECK(few.op_scratch.peak <= s->op_scratch.size, "%s: few tokens lack scratch", name);
 }
 
 static void test_few_tokens(void) { each_golden_model(check_few); }
@@ -1765,6 +1786,31 @@ static void test_guesses(void) {
     tell(m, (Options){.threads = 1}, ids, 5, 260, &told, open_session);
     m->tokenizer->type[ids[240]] |= TOKEN_EOG;
     same_text(m, (Options){.threads = 1, .sampling.seed = 6}, ids, 230, 60, open_session);
+    // answers that are known, and their passes: up to any end, past a damaged id, which falls as a
+    // guess before it stands, and up to the last position of a model
+    enum { PROMPT = 60, ANSWER = 200, BAD = 45 };
+    static const struct { Shape shape; int n_predict, made, passes; const char *says; } known[] = {
+        {{"llama", 1, "", ""}, ANSWER, ANSWER, 92, ""},
+        {{"llama", 1, "", ""}, -1, 36, 18, "at token 95 "},
+        {{"gpt2", 1, "nboBgfP", ""}, -1, 37, 18, "96 learned positions"},
+        {{"glm-dsa", 1, "cq", DSA_KEYS}, -1, 37, 18, "beyond 96"}};
+    for (size_t k = 0; k < COUNT(known); k++) {
+        Model model = *random_model(&known[k].shape);
+        float *embd = memcpy(need(4 * VOCAB * WIDTH), model.embd.data, 4 * VOCAB * WIDTH);
+        int32_t text[PROMPT + ANSWER + FEW], *answer = text + PROMPT;
+        Error e = {""};
+        if (k == 1) embd[BAD * WIDTH] = NAN;
+        model.embd.data = (uint8_t *)embd;
+        for (int i = 0; i < PROMPT; i++) text[i] = i * i % 59;   // 24 and 35 are BAD
+        for (int i = 0; i < ANSWER + FEW; i++) answer[i] = i * i % 41 > 4 ? text[i] : 60 + i % 3;
+        Session *s = open_session(&model, (Options){.window = 4, .threads = 1, .draft = FEW - 1});
+        Dictation d = {s, answer, PROMPT, 0, 0};
+        s->on_chunk = dictate;
+        s->ctx = &d;
+        session_generate(s, text, PROMPT, known[k].n_predict, (OnToken){count_id, &d}, &e);
+        bool right = d.made == known[k].made && d.passes == known[k].passes;
+        CHECK(right && strstr(e.text, known[k].says), "%d in %d, '%s'", d.made, d.passes, e.text);
+    }
 }
 
 // ---- every architecture ----
@@ -2342,7 +2388,7 @@ static void test_sampler_stages(void) {
     CHECK(sample_top_p(five(c), 5, 0.67f) == 1 && c[0].id == 3, "top-p .67");
     CHECK(sample_top_p(five(c), 5, 0.69f) == 2 && c[1].id == 0, "top-p .69");
     CHECK(sample_top_p(five(c), 5, 0.98f) == 3 && c[2].id == 2, "top-p .98");
-    CHECK(sample_top_p(five(c), 5, 0) == 1 && sample_top_p(c, 5, 1) == 5, "top-p at its ends");
+    CHECK(sample_top_p(five(c), 5, 0) == 1 && c->id == 3 && sample_top_p(c, 5, 1) == 5, "its ends");
     CHECK(sample_min_p(five(c), 5, 0.05f) == 3 && c[1].id == 2 && c[2].id == 3, "min-p: ids 0 2 3");
     CHECK(sample_min_p(five(c), 5, 0) == 5 && sample_min_p(c, 5, 1) == 1, "min-p at its ends");
     CHECK(sample_min_p(five(c), 4, 0.5f) == 1 && c[0].id == 3, "min-p: the last is the best");
@@ -2366,20 +2412,23 @@ static void test_sampler_candidates(void) {
     static float l[N];
     int most = 0;
     for (int run = 0; run < 40; run++) {
-        int n = run % 4 ? N - run : 256 + 60 * run, steps = 1 << run % 12;
+        int n = run % 4 ? N - run : 256 + 60 * run, steps = 1 << (run + 5) % 12;
+        if (run % 4 == 1) n = 64 * (run + 3) - 1;
+        l[n] = INFINITY;   // no id has it
         for (int i = 0; i < n; i++) {
             l[i] = run % 5 ? roundf(steps * noise()) : -INFINITY;
             all[i] = (Candidate){l[i], i};
         }
         if (run % 3 == 0) l[n - 1] = all[n - 1].logit = 1e6f;   // in no column
         qsort(all, n, sizeof *all, best_first);
-        for (int k = 0; k < 600; k = 2 * k + 1) {
+        for (int k = 0; k < N; k = 2 * k + 1) {
+            for (int i = 0; i < N; i++) some[i] = (Candidate){INFINITY, -1};   // scratch
             int kept = sample_candidates(some, l, n, k), best = k && k < kept ? k : kept;
             int least = k && k < n ? k : n;
             sort_top(some, kept, best);
             CHECK(kept >= least && !memcmp(some, all, least * sizeof *all),
                   "%d of %d: %d are candidates", k, n, kept);
-            if (k == 31 && run == 11) most = kept;
+            if (k == 31 && run == 6) most = kept;
         }
     }
     CHECK(most < 100, "%d of %d are candidates for 31", most, N);
