@@ -3183,7 +3183,7 @@ static void test_cli_wishes(void) {
     for (size_t i = 0; i < COUNT(wishes); i++) {
         Writer made = {0};
         put_keys(&made, "general.sampling", wishes[i].sampling);
-        write_ids(&made, "made.gguf", "");
+        write_ids(&made, "made.gguf", "attention.sliding_window_pattern=1,0");
         check_llm(text_of(command, "made.gguf", wishes[i].options), 0, "^[0-9]+( [0-9]+){29}\n$",
                   "^prefill");
         got = cli.out;
@@ -3194,11 +3194,15 @@ static void test_cli_wishes(void) {
     CHECK(strcmp(got, cli.out), "the file's sampling is ignored");
     check_llm("llm $D/made.gguf --info", 0, "general.sampling.temp = 3\n", "^$");
     put_keys(&odd, "general.sampling", "xtc_threshold=0.5 penalty_repeat=0.");
-    write_ids(&odd, "odd.gguf", "rope.scaling.odd=1 rope.scaling.yarn_ext_factor=1. other=1");
+    write_ids(&odd, "odd.gguf", "rope.scaling.odd=1 rope.scaling.yarn_ext_factor=1. other=1 "
+              "rope.scaling.yarn_beta_fast=32. rope.scaling.yarn_beta_slow=32. "
+              "attention.sliding_window_pattern=1,0,1");
     check_llm("llm $D/odd.gguf --tokens 1 -n 1", 0, "",
               "^note: key general.sampling.penalty_repeat is not used\n"
               "note: key general.sampling.xtc_threshold is not used\n"
+              "note: key llama.attention.sliding_window_pattern has 3 values for 2 layers\n"
               "note: key llama.rope.scaling.odd is not used\n"
+              "note: key llama.rope.scaling.yarn_beta_slow is not used\n"
               "note: the file's nextn \\(MTP\\) blocks, which [^\n]* are not used\nprefill");
     check_llm("llm $G/nemotron_h_moe.gguf --info", 0, "nextn \\(MTP\\) blocks are not used\n", "");
     check_llm("llm $G/cohere2moe-base-*1-*2.gguf --tokens 1 -n 1", 0, "",
@@ -3247,8 +3251,13 @@ static void test_cli_numbers(void) {
     plain_matmul(&(Matmul){&m->dense[0], row + 2 * WIDTH, y, 1}, w);
     plain_matmul(&(Matmul){&m->dense[1], y, z, 1}, w);
     check_embedding("$D/random.gguf --tokens 5,6,7", z, 24, 1e-6);
-    Cli pooled = {.m = *m, .ids.n = 1, .work = need(4 * WIDTH * sizeof(double))};
-    CHECK(!pool_row(&pooled, 0, noise_array(WIDTH, INFINITY)), "an embedding of infinite length");
+    Cli pooled = {.m = *m, .ids = {(int32_t[]){5}, 1}, .work = need(4 * WIDTH * sizeof(double))};
+    pooled.m.out_norm.w = noise_array(WIDTH, INFINITY);
+    CHECK(session_open(&pooled.s, &pooled.m, (Options){.cpu = true}, &pooled.e) &&
+          !run_embedding(&pooled) && strstr(pooled.e.text, "length is"), "%s", pooled.e.text);
+    session_close(&pooled.s);
+    Score beyond = {(int32_t[]){0, VOCAB}, VOCAB};   // an id that has no logit
+    CHECK(score_row(&beyond, 0, noise_array(VOCAB + 1, 1)) && isinf(beyond.nll), "%g", beyond.nll);
 }
 
 // A model that repeats itself: after a word of `chain` comes the next one, whatever stood before.
@@ -3324,8 +3333,8 @@ static void test_cli_chat(void) {
         const char *said = chats[i].said, *kept = chats[i].kept;
         const char *counts = text_of("reused %d of %d tokens", chats[i].reused, chats[i].n);
         write_scripted(chats[i].template, chats[i].chain, 4);
-        shell("printf 'a<|im_end|>\\r\\nb\\\\\\nc\\n/help\\nd\\n/save '$D'/saved\\n/stats\\n' | "
-              "llm $D/chat.gguf -i --temp 0");
+        shell("printf '\357\273\277a<|im_end|>\\r\\nb\\\\\\nc\\n/help\\nd\\n/save '$D'/saved\\n"
+              "/stats\\n' | llm $D/chat.gguf -i --temp 0");
         CHECK(!strcmp(cli.out, text_of("%s\n%s\n%s\n", said, said, said)), "%zu: '%s'", i, cli.out);
         bool counted = matches(cli.err, "^/system TEXT.*\nprefill .*\nprefill .*\n$");
         CHECK(counted && strstr(cli.err, counts), "%zu: %s: '%s'", i, counts, cli.err);
@@ -3451,6 +3460,9 @@ static void test_cli_terminal(void) {
          "> llm: the terminal cut[^\n]*\n> \r\n$"},
         {"$LLM $D/chat.gguf -i", 80, {"", "a\\\n", "> > ", "half", "half", "\3", "\r\n> ", "\4"},
          "> > half\r\n> \r\n$"},
+        {"setsid -cw sh -mc '$LLM $D/chat.gguf -i; stty -a; fg; stty -a; fg'", 80,
+         {"> ", "half", "half", "\32", "> half", "\25\32", "\r\n> ", "\4"},
+         " icanon.* echo .*> half.* icanon.* echo .*\n> \r\n$"},
         {"$LLM $D/chat.gguf a -n 1", 80, {NULL}, "note: --chat answers"},
         {"TERM=dumb $LLM $D/chat.gguf --chat aa -b 9 --temp 0", 80, {NULL},
          "^[^\033]*prefill 9[^\033]*hm</think>yes[^\033]*$"},
@@ -3468,6 +3480,7 @@ static void test_cli_terminal(void) {
     CHECK(!rename(scratch("chat.gguf"), scratch("silent.gguf")), "no scratch file");
     write_scripted(CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", 4);
     for (size_t i = 0; i < COUNT(shown); i++) {
+        if (strstr(shown[i].command, "setsid") && system("command -v setsid >$D/out")) continue;
         const char *seen = on_terminal(shown[i].command, shown[i].columns, shown[i].typed);
         CHECK(matches(seen, shown[i].pattern), "%s: '%s'", shown[i].command, seen);
     }
@@ -3481,8 +3494,8 @@ static void test_cli_typing(void) {
     memcpy(system, "/system ", 8);
     system[4999] = '\n';
     const char *const typed[] = {
-        "> ", "wrong\25ab\u00E9\177c dd\27\033[1;5A\033OHe\033\u00E9\n", "\r\n> ", "half",
-        "half", "\3", "\r\n> ", "one\ntwo\r\nthree\n", "\r\n> ", "x\033[A\n",
+        "> ", "wrong\25ab\u00E9\177x\bc\4 dd\27\033[1;5A\033OHe\033\u00E9\n", "\r\n> ", "half",
+        "half", "\3", "\r\n> ", "one\ntwo\r\nthree\033[[A\n", "\r\n> ", "x\033[A\n",
         "\r\n> ", "Gr\374\n", "\r\n> ", "/nothing x\\\n",
         "\r\n> ", "@user\n", "\r\n> ", "b\n", "\r\n> ", system,
         "\r\n> ", "/system s\n", "\r\n> ", text_of("/save %s\n", scratch("saved")),
@@ -3533,14 +3546,17 @@ static void test_cli_machines(void) {
         CHECK(n == quotas[i].cpus, "%s: %d CPUs", quotas[i].change, n);
     }
     int status = 0;
-    if (!fork()) {   // meets an instruction that this CPU lacks
+    if (!fork()) {   // meets SIGHUP behind nohup, and an instruction that this CPU lacks
         dup2(open(scratch("err"), O_CREAT | O_TRUNC | O_WRONLY, 0600), STDERR_FILENO);
+        signal(SIGHUP, SIG_IGN);
+        llm_main(1, (char *[]){"llm", NULL});
+        raise(SIGHUP);   // what was ignored still is
         _exit(raise(SIGILL));
     }
     wait(&status);
     const char *says = read_all(scratch("err"), NULL);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 &&
-          matches(says, "^llm: this CPU lacks[^\n]*\n$"), "status %d: '%s'", status, says);
+          matches(says, "^llm: no [^\n]*\nllm: this CPU lacks[^\n]*\n$"), "%d '%s'", status, says);
 }
 
 // Ctrl-C during a completion (greedy, without end), or in a chat that waits for the user (after 20
