@@ -31,7 +31,7 @@ AVX2 := $(if $(filter x86_64,$(shell uname -m)),-mavx2 -mfma -mf16c)
 # you want to use it
 all: llm
 llm: $(ENGINE)
-	$(CC) $(WARN) $(NATIVE) $(CPPFLAGS) $(CFLAGS) $(LDFLAGS) llm.c -o $@ $(LIBS) $(GPU)
+	$(CC) $(WARN) -Wshadow $(NATIVE) $(CPPFLAGS) $(CFLAGS) $(LDFLAGS) llm.c -o $@ $(LIBS) $(GPU)
 
 # you want to see it work: a story of some 150 words, another one for each SEED
 SEED ?= 11
@@ -152,7 +152,7 @@ scenarios: FORMATS = q4_K
 FORMATS ?= q4_0 q8_0 q4_K q5_K q6_K q2_K q3_K iq4_xs mxfp4 f16
 THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.perflevel0.physicalcpu 2>/dev/null || \
     sysctl -n hw.physicalcpu)
-BENCH_DIR ?= /tmp
+BENCH_DIR ?= $(or $(TMPDIR),/tmp)
 # Kinds and shapes are those of run_scenario and BENCH_SHAPES in test.c; `speed` is llm --bench. The
 # numbers: tokens of prompt and of answer, window (0: all), chunk, threads.
 define SCENARIOS

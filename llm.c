@@ -3897,7 +3897,11 @@ static bool rows_resident(const Session *s, int p) {
 // text_tokenize, tokenize. In section 25 read GRAMMAR and eval first.
 
 #include <ctype.h>             // what the Parts before do not need
+#include <locale.h>
 #include <setjmp.h>
+#if __has_include(<xlocale.h>)
+#include <xlocale.h>           // macOS: newlocale
+#endif
 
 // ---- 24. tokenizer ----
 //
@@ -4534,9 +4538,12 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
     w.ch = (Char *)(w.cost + 2 * m);
     w.part = (uint32_t *)(w.ch + n + 2);
     w.text = (char *)(w.part + m);
-    bool add = flags & TOKENS_ADD;
-    if (add && t->add_bos) w.failed |= !tokens_add(out, t->bos);
+    bool add = flags & TOKENS_ADD, bos = add && t->add_bos;
+    size_t next = out->n + 1;
+    if (bos) w.failed |= !tokens_add(out, t->bos);
     text_tokenize(&w, text, n, t->tokens.longest);
+    if (bos && out->n > next && out->id[next] == t->bos)   // the text brings its own
+        memmove(out->id + next, out->id + next + 1, (--out->n - next) * sizeof *out->id);
     if (add && t->add_eos)
         w.failed |= !tokens_add(out, t->kind == TOKENIZER_WPM ? t->sep : t->eos);
     free(w.cost);
@@ -4885,6 +4892,7 @@ typedef struct Dict { List pairs; struct Dict *outer; } Dict;   // key, value, k
 typedef struct { Str name; const Node *params, *body; Dict *scope; } Macro;   // body NULL: builtin
 struct Value {
     int kind;
+    bool tuple;                             // of a list: it is printed in round brackets
     union {
         int64_t i;                          // also of a bool
         double f;
@@ -5045,6 +5053,7 @@ static Value int_value(int64_t i) { return (Value){.kind = V_INT, .i = i}; }
 static Value float_value(double f) { return (Value){.kind = V_FLOAT, .f = f}; }
 static Value bool_value(bool b) { return (Value){.kind = V_BOOL, .i = b}; }
 static Value list_value(List l) { return (Value){.kind = V_LIST, .list = l}; }
+static Value tuple_value(List l) { return (Value){.kind = V_LIST, .tuple = true, .list = l}; }
 static Value dict_value(Dict *d) { return (Value){.kind = V_DICT, .dict = d}; }
 static Value undefined_value(Str name) { return (Value){.kind = V_UNDEFINED, .s = name}; }
 static bool is_int(Value v) { return v.kind == V_INT || v.kind == V_BOOL; }
@@ -5157,7 +5166,8 @@ static Value slice(Template *t, Value v, Value from, Value to) {   // v[from:to]
     if (v.kind != V_LIST) must_be(t, v, V_STRING);
     int64_t n = length(t, v), a = bound(from, n, 0), b = bound(to, n, n);
     if (b < a) b = a;
-    if (v.kind == V_LIST) return list_value((List){v.list.v + a, b - a});
+    if (v.kind == V_LIST) v.list = (List){v.list.v + a, b - a};
+    if (v.kind == V_LIST) return v;
     Str s = behind(t, v.s, a);
     return string_value((Str){s.s, s.n - behind(t, s, b - a).n});
 }
@@ -5185,7 +5195,8 @@ static void write_float(double f, char *s, size_t size) {   // in the fewest dig
     if (e >= -4 && e < 16) snprintf(s, size, "%.*f", digits > e ? digits - e : 1, f);
 }
 
-static Str to_text(Template *t, Value v) {   // as Python's str writes v; no list, no dict
+static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent);
+static Str to_text(Template *t, Value v) {   // as Python's str writes v
     char s[32];
     switch (v.kind) {
     case V_STRING: return v.s;
@@ -5193,44 +5204,51 @@ static Str to_text(Template *t, Value v) {   // as Python's str writes v; no lis
     case V_NONE: return str("None");
     case V_BOOL: return str(v.i ? "True" : "False");
     case V_FLOAT: write_float(v.f, s, sizeof s); break;
+    case V_LIST: case V_DICT: return written(t, NOTHING, v, false, NOTHING, NOTHING);
     default: snprintf(s, sizeof s, "%lld", (long long)must_be(t, v, V_INT).i);
     }
     return concat(t, NOTHING, str(s));
 }
 
-static Str json_text(Template *t, Str s, Str text) {   // s, then text between quotes
-    static const char known[] = "\"\\\n\r\t\b\f", letter[] = "\"\\nrtbf";
-    s = concat(t, s, str("\""));
+static Str quoted(Template *t, Str s, Str text, bool json) {   // s, then text in quotes
+    char known[] = "'\\\n\r\t\b\f", letter[] = "'\\nrtbf";
+    if (json || (find(t, text, str("'")) && !find(t, text, str("\"")))) *known = *letter = '"';
+    if (!json) known[5] = 0;
+    s = concat(t, s, (Str){known, 1});
     for (size_t i = 0; i < text.n; i++) {
         char c = text.s[i], code[8] = {'\\'}, *at = c ? strchr(known, c) : NULL;
         if (at) code[1] = letter[at - known];
-        else if ((uint8_t)c < ' ') sprintf(code, "\\u%04x", c);
+        else if ((uint8_t)c < ' ') sprintf(code, json ? "\\u%04x" : "\\x%02x", c);
         s = concat(t, s, code[1] ? str(code) : (Str){text.s + i, 1});
     }
-    return concat(t, s, str("\""));
+    return concat(t, s, (Str){known, 1});
 }
 
-// s, then v as JSON. Each element's line begins with `line` and `indent`; line empty: one line.
-static Str json(Template *t, Str s, Value v, Str line, Str indent) {
+// s, then v as JSON or as Python has it. Each element's line begins with `line` and `indent`; line
+// empty: one line.
+static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent) {
     bool dict = v.kind == V_DICT;
+    const char *brackets = dict ? "{}" : "[]";
     enter(t);
     if (!v.kind) must_be(t, v, V_DICT);   // it stops
-    if (v.kind == V_NONE) return concat(t, s, str("null"));
-    if (v.kind == V_BOOL) return concat(t, s, str(v.i ? "true" : "false"));
-    if (v.kind == V_STRING) return json_text(t, s, v.s);
+    if (json && v.kind == V_NONE) return concat(t, s, str("null"));
+    if (json && v.kind == V_BOOL) return concat(t, s, str(v.i ? "true" : "false"));
+    if (v.kind == V_STRING) return quoted(t, s, v.s, json);
     if (v.kind != V_LIST && !dict) return concat(t, s, to_text(t, v));
+    if (v.tuple && !json) brackets = "()";
     List l = dict ? v.dict->pairs : v.list;
     Str inner = line.n ? concat(t, concat(t, NOTHING, line), indent) : NOTHING;
-    s = concat(t, s, str(dict ? "{" : "["));
+    s = concat(t, s, (Str){brackets, 1});
     for (size_t i = 0; i < l.n; i++) {
         bool key = !dict || i % 2 == 0;   // or an element of a list
         if (!key) s = concat(t, s, str(": "));
         if (key && i > 0) s = concat(t, s, str(line.n ? "," : ", "));
         if (key) s = concat(t, s, inner);
-        s = json(t, s, l.v[i], inner, indent);
+        s = written(t, s, l.v[i], json, inner, indent);
     }
+    if (l.n == 1 && *brackets == '(') s = concat(t, s, str(","));
     if (l.n) s = concat(t, s, line);
-    return concat(t, s, str(dict ? "}" : "]"));
+    return concat(t, s, str(brackets + 1));
 }
 
 // ---- its operators
@@ -5288,7 +5306,9 @@ static bool passes(Template *t, Str test, Value v, Value x) {   // v is test, or
     if (is(test, "number")) return is_number(v);
     if (is(test, "sequence") && v.kind == V_GENERATOR) return false;
     if (is(test, "sequence iterable")) return !v.kind || (v.kind >= V_STRING && v.kind <= V_DICT);
-    if (is(test, "eq equalto")) return !order(t, v, x);
+    if (is(test, "sameas") && v.kind != x.kind) return false;
+    if (is(test, "sameas") && v.kind > V_STRING) return v.dict == x.dict;   // or a list's v
+    if (is(test, "eq equalto sameas")) return !order(t, v, x);
     stop(t, "there is no test '%.*s'", STR_ARG(test));
 }
 
@@ -5343,9 +5363,9 @@ static List sorted(Template *t, List l, Value attribute, bool reverse) {
     return out;
 }
 
-static List pairs_of(Template *t, Value v) {   // of a dict, as lists of two
+static List pairs_of(Template *t, Value v) {   // of a dict, as tuples of two
     List l = {0}, pairs = v.kind ? must_be(t, v, V_DICT).dict->pairs : l;
-    for (size_t i = 0; i < pairs.n; i += 2) push(t, &l, list_value((List){pairs.v + i, 2}));
+    for (size_t i = 0; i < pairs.n; i += 2) push(t, &l, tuple_value((List){pairs.v + i, 2}));
     return l;
 }
 
@@ -5356,7 +5376,8 @@ static const char *const BUILTINS[] = {
     "upper lower capitalize title string safe (s)", "trim strip lstrip rstrip (s, chars=none)",
     "replace (s, old, new)", "split (s, sep, maxsplit=-1)", "startswith endswith find rfind (s, x)",
     "format braces (s, a, b, c, d, e)", "indent (s, width=4, first=false, blank=false)",
-    "int (v, default=0)", "join (v, d='')", "tojson (v, ensure_ascii=false, indent=none)",
+    "int (v, default=0)", "float (v, default=0.0)", "round (v, precision=0, method='common')",
+    "join (v, d='')", "tojson (v, ensure_ascii=false, indent=none)",
     "default d (v, default_value='', boolean=false)", "length list first last (v)",
     "items keys dictsort (v)",
     "get (v, key, default=none)", "sort unique min (v, reverse=false, attribute=none)",
@@ -5475,15 +5496,28 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
         bool lines = a[2].kind != V_NONE;
         Str indent = repeat(t, str(" "), lines ? must_be(t, a[2], V_INT).i : 0);
         if (truth(a[1])) stop(t, "tojson knows no ensure_ascii");
-        return string_value(json(t, NOTHING, v, str(lines ? "\n" : ""), indent));
+        return string_value(written(t, NOTHING, v, true, str(lines ? "\n" : ""), indent));
     }
-    if (is(f, "int")) {
+    if (is(f, "int float")) {
         char *s = copy(t, strip(t, strip(t, to_text(t, v), none, LEFT), none, RIGHT)), *end;
-        double i = strtod(s, &end);   // not, as Python, 0x1 or inf
-        if (v.kind == V_BOOL) return int_value(v.i);
-        if (end == s || *end || strpbrk(s, "xXnN")) return a[1];
-        if (!(fabs(i) < 9e15)) stop(t, "a number is too large");
-        return int_value((int64_t)i);
+        double x = is_int(v) ? v.i : strtod(s, &end);   // not, as Python, 0x1 or inf
+        if (!v.kind) must_be(t, v, V_INT);
+        if (!is_int(v) && (end == s || *end || strpbrk(s, "xXnN"))) return a[1];
+        if (*f.s == 'f' && isfinite(x)) return float_value(x);
+        if (!(fabs(x) < 9e15)) stop(t, "a number is too large");
+        return int_value((int64_t)x);
+    }
+    if (is(f, "round")) {   // as Python: a number in the middle goes to an even digit
+        Str how = to_text(t, a[2]);
+        int n = fmax(fmin(must_be(t, a[1], V_INT).i, 99), -99);   // more make no difference
+        double x = number(is_number(v) ? v : must_be(t, v, V_FLOAT)), z = x * pow(10, n);
+        char *s = obtain(t, 512);
+        sprintf(s, "%.*f", n < 0 ? 0 : n, x);   // exact, as z is not
+        if (is(how, "floor ceil")) z = (*how.s == 'f' ? floor(z) : ceil(z)) / pow(10, n) + 0.0;
+        else if (!is(how, "common")) stop(t, "'%.*s' is no way to round", STR_ARG(how));
+        else z = n < 0 ? rint(x / pow(10, -n)) * pow(10, -n) : strtod(s, NULL);
+        if (!isfinite(z)) stop(t, "a number is too large");
+        return is_int(v) && is(how, "common") ? int_value(z) : float_value(z);
     }
     if (is(f, "range")) {
         bool one = a[1].kind == V_NONE;   // range(end)
@@ -5939,7 +5973,7 @@ static Value eval(Template *t, const Node *n) {
     case R_not: v = bool_value(!truth(eval(t, first->next))); break;
     case R_sign: v = operate(t, first->v.s, int_value(0), eval(t, first->next)); break;
     case R_tuple: case R_list: case R_atom:   // an atom that is none of its parts is (), a tuple
-        for (v = list_value((List){0}); k; k = k->next)
+        for (v = (Value){.kind = V_LIST, .tuple = n->rule != R_list}; k; k = k->next)
             if (k->rule != R_word) push(t, &v.list, eval(t, k));
         break;
     case R_dict:
@@ -6050,6 +6084,7 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
     t.block = malloc(2 * t.size);   // the second half is the shadow
     *out = (Rendered){0};
     if (!t.block) return fail(e, "out of memory");
+    locale_t c = newlocale(LC_ALL_MASK, "C", 0), own = uselocale(c);   // 1.5 has no comma here
     for (int parts = 0; parts < 2 && !shows[0]; parts++) {
         Template trial = t;   // it uses the same block, which is then overwritten
         shows[parts] = template_run(&trial, template, &said, 1, bos, eos, think, parts, out) &&
@@ -6057,6 +6092,7 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
     }
     *out = (Rendered){0};
     bool ok = template_run(&t, template, messages, n_messages, bos, eos, think, shows[1], out);
+    if (c) freelocale(uselocale(own));
     if (!ok) free(t.block);
     return ok;
 }
@@ -7234,9 +7270,9 @@ static void matmul_task(Task t) {
         if (half == 0) end = middle;
         float scale = w->scale ? *w->scale : 1;
         formats[w->type].matvec(plan->job, plan->acts, r, end);
-        for (int t = 0; t < n; t++) {
-            float *out = plan->job->out + t * output_step(w);
-            for (int64_t i = r; i < end; i++) out[i] = out[i] * scale + (w->bias ? w->bias[i] : 0);
+        for (int token = 0; token < n; token++) {
+            float *out = plan->job->out + token * output_step(w);
+            for (int64_t k = r; k < end; k++) out[k] = out[k] * scale + (w->bias ? w->bias[k] : 0);
         }
     } else {
         int middle = ceil_div(n, 2 * plan->tile->tokens) * plan->tile->tokens;   // of the tokens
@@ -8436,7 +8472,7 @@ static const Option OPTIONS[] = {
     {"--gpu MODE", TEXT, AT(gpu), 0, 0, "chain (default) or block: see the README"},
     {"--tokenize", SWITCH, AT(tokenize), 0, 0, "print the token ids of PROMPT"},
     {"--tokens A,B,C", LIST, AT(ids), 0, INT_MAX, "token ids instead of PROMPT, as they are"},
-    {"--logits FILE", TEXT, AT(logits), 0, 0, "write float32 logits of every token"},
+    {"--logits FILE", TEXT, AT(logits), 0, 0, "write float32 logits of every token, - to stdout"},
     {"--embed", SWITCH, AT(embed), 0, 0, "print the pooled embedding of PROMPT"},
     {"--ppl FILE", TEXT, AT(ppl), 0, 0, "perplexity of a text"},
     {"--bench [P,N]", PAIR, AT(bench), 1, 1 << 24, "speed of P (512) tokens in, N (128) out"},
@@ -8501,8 +8537,10 @@ static bool read_option(Cli *cli, char **argv, int *i) {
     if (o->kind == PAIR && !pair) value = "512,128";   // what comes next is something else
     else if (o->kind != SWITCH) ++*i;
     if (o->kind != SWITCH && !value) return fail(&cli->e, "%s needs a value; see --help", name);
-    return parse_value(cli, o, value) ||
-           fail(&cli->e, "%s: expected %s from %.10g to %.10g, not '%s'", o->usage,
+    if (parse_value(cli, o, value)) return true;
+    cli->failure = errno == ENOMEM ? 1 : 2;
+    if (errno == ENOMEM) return fail(&cli->e, "%s: out of memory", name);
+    return fail(&cli->e, "%s: expected %s from %.10g to %.10g, not '%s'", o->usage,
                 o->kind == NUMBER ? "a number" : "whole numbers", o->low, o->high, value);
 }
 
@@ -8572,10 +8610,8 @@ static bool read_file(Cli *cli, const char *path, Text *t) {
     size_t n = fread(part, 1, 3, f);
     bool bom = n == 3 && !memcmp(part, "\xEF\xBB\xBF", 3) && path != cli->ppl;
     bool ok = bom || text_add(cli, t, part, n);
-    while (ok && t->n <= TEXT_MAX && !feof(f) && !ferror(f)) {
-        n = fread(part, 1, sizeof part, f);
+    while (ok && t->n <= TEXT_MAX && !feof(f) && (n = fread(part, 1, sizeof part, f)) > 0)
         ok = text_add(cli, t, part, n);
-    }
     if (ferror(f)) ok = fail(&cli->e, "%s: %s", path, strerror(errno));
     if (f != stdin) fclose(f);
     if (path != cli->ppl) t->n -= text_ends(t, "\r\n") ? 2 : text_ends(t, "\n");
@@ -8651,6 +8687,7 @@ static bool chat_read(Cli *cli) {
         Str line = cut_line(&rest);
         bool cr = line.n && line.s[line.n - 1] == '\r';
         if (!role.n) crlf = cr;   // the first line
+        if (!role.n && !cr && rest.s && cli->text.s[cli->text.n] == '\r') rest.n++;
         if (cr && crlf) line.n--;
         bool named = names_role(line), begins = named && *line.s == '@';
         if (!role.n && !(begins && cli->file && !cli->prompt))
@@ -8666,11 +8703,17 @@ static bool chat_read(Cli *cli) {
     return ok;
 }
 
-// Writes the conversation as chat_read reads it. False: errno says why.
-static bool chat_save(const Cli *cli, const char *path) {
-    FILE *f = fopen(path, "w");
-    if (!f) return false;
-    for (const ChatMessage *m = cli->message; m < cli->message + cli->n_message; m++) {
+// Writes the conversation as chat_read reads it, beside a file that is there, then in its place.
+static bool chat_save(Cli *cli, const char *path) {
+    struct stat st;
+    char part[PATH_MAX + 16], *old = strcmp(path, "-") ? realpath(path, NULL) : NULL;
+    bool beside = old && !access(old, W_OK) && !stat(old, &st) && S_ISREG(st.st_mode);
+    if (beside) snprintf(part, sizeof part, "%s.%d", old, (int)getpid());
+    const char *name = beside ? part : path;
+    FILE *f = strcmp(path, "-") ? fopen(name, "wx") : stdout, *made = f == stdout ? NULL : f;
+    if (!f && !beside) f = fopen(path, "w");   // a device, or a link to where nothing is
+    if (f && beside) fchmod(fileno(f), st.st_mode);
+    for (const ChatMessage *m = cli->message; f && m < cli->message + cli->n_message; m++) {
         fprintf(f, "@%.*s\n", STR_ARG(m->role));
         for (Str rest = m->content; rest.s;) {
             Str line = cut_line(&rest);
@@ -8679,8 +8722,13 @@ static bool chat_save(const Cli *cli, const char *path) {
             putc('\n', f);
         }
     }
-    bool failed = ferror(f);
-    return !fclose(f) && !failed;
+    bool ok = f && !fflush(f) && !ferror(f);
+    if (f && f != stdout) ok = !fclose(f) && ok;
+    ok = ok && (!beside || !rename(part, old));
+    if (!ok) fail(&cli->e, "%s: %s", path, strerror(errno));
+    if (!ok && made) remove(name);
+    free(old);
+    return ok;
 }
 
 // renders messages with the model's template; think as template_render
@@ -8707,20 +8755,21 @@ static bool chat_system(Cli *cli, Text *t) {
 }
 
 // Renders the conversation. --render prints it; otherwise its tokens become cli->ids. The answer
-// begins with what the template has opened for it.
+// begins with what the template has opened for it. One that a file ends in goes on.
 static bool chat_ids(Cli *cli) {
     const Tokenizer *t = cli->m.tokenizer;
     Tokens *ids = &cli->ids;
-    int think = cli->think ? !strcmp(cli->think, "on") : -1;
+    size_t n = cli->n_message;
+    int think = cli->think ? !strcmp(cli->think, "on") : -1, flags = TOKENS_ADD | TOKENS_SPECIAL;
+    Str begun = NOTHING;
     Rendered r;
-    if (!chat_render(cli, cli->message, cli->n_message, think, &r)) return false;
+    if (n && str_eq(cli->message[n - 1].role, "assistant")) begun = cli->message[--n].content;
+    if (!chat_render(cli, cli->message, n, think, &r)) return false;
     if (cli->render) fwrite(r.text, 1, r.n, stdout);
     ids->n = cli->answer.n = 0;
-    bool ok = !t->add_bos || tokens_add(ids, t->bos) || fail(&cli->e, "out of memory");
-    ok = ok && (cli->render || tokenize(t, r.text, r.n, r.mark, TOKENS_SPECIAL, ids, &cli->e));
-    if (ok && t->add_bos && ids->n > 1 && ids->id[1] == t->bos)   // the template brings its own
-        memmove(ids->id, ids->id + 1, --ids->n * sizeof *ids->id);
-    size_t n = r.n;
+    bool ok = cli->render || tokenize(t, r.text, r.n, r.mark, flags, ids, &cli->e);
+    if (ids->n && t->add_eos) ids->n--;   // the answer comes behind them
+    n = r.n;
     while (n > 0 && isspace((uint8_t)r.text[n - 1])) n--;
     for (size_t i = 0; ok && i < COUNT(THOUGHTS); i++) {
         size_t open = strlen(THOUGHTS[i].open);
@@ -8728,6 +8777,10 @@ static bool chat_ids(Cli *cli) {
         ok = text_add(cli, &cli->answer, r.text + n - open, r.n - n + open);
     }
     rendered_free(&r);
+    if (cli->answer.n) str_cut(&begun, cli->answer.s);
+    if (begun.n) cli->answer.n = 0;
+    if (cli->render) fwrite(begun.s, 1, begun.n, stdout);
+    else ok = ok && tokenize(t, begun.s, begun.n, NULL, TOKENS_SPECIAL, ids, &cli->e);
     // the tokenizer puts a space behind special tokens that is no part of the answer
     bool special = ids->n && token_is(t, ids->id[ids->n - 1], SPECIAL_TYPES);
     cli->detokenizer = (Detokenizer){.started = !special};
@@ -8774,6 +8827,7 @@ static bool terminal_set(bool edit) {
 
 // Lets llm edit the line. False: something was typed ahead, or the input is no terminal.
 static bool edit_begins(void) {
+    tcdrain(STDIN_FILENO);   // stops a background job until fg: the mode is a shell's till then
     bool ahead = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 0) > 0;
     return !ahead && !tcgetattr(STDIN_FILENO, &own_mode) && terminal_set(true);
 }
@@ -8865,7 +8919,8 @@ static bool chat_listen(Cli *cli) {
     Text *said = &cli->said;
     Line *line = &cli->line;
     bool ok = true;
-    *line = (Line){.screen = STDOUT_FILENO, .next = NONE, .terminal = isatty(STDIN_FILENO)};
+    *line = (Line){.screen = STDIN_FILENO, .next = NONE, .terminal = isatty(STDIN_FILENO)};
+    if (isatty(STDOUT_FILENO)) line->screen = STDOUT_FILENO;
     if (isatty(STDERR_FILENO)) line->screen = STDERR_FILENO;
     line->edits = edit_begins();
     said->n = 0;
@@ -9041,6 +9096,7 @@ static bool reply(Cli *cli) {
     if (dimmed) fputs("\033[0m", stdout);
     if (ok || interrupted || cli->n_new > n_new) putchar('\n');
     fflush(stdout);
+    if (interrupted) clearerr(stdout);   // Ctrl-C has ended a write, not the terminal
     dimmed = false;
     return ok;
 }
@@ -9157,7 +9213,9 @@ static bool run_chat(Cli *cli) {
             said->n = 0;
             ok = text_add(cli, said, value, strlen(value)) && chat_system(cli, said);
         } else if (str_eq(word, "/save") && *value) {
-            if (!chat_save(cli, value)) fprintf(stderr, "%s: %s\n", value, strerror(errno));
+            while (isspace((uint8_t)said->s[said->n - 1])) said->s[--said->n] = 0;
+            ok = chat_save(cli, value) ||
+                 (isatty(STDIN_FILENO) && fprintf(stderr, "llm: %s\n", cli->e.text) > 0);
         } else if (is(word, "/quit /exit /bye") && !*value) return true;
         else if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
         else if (str_eq(word, "/stats") && !*value) print_statistics(cli);
@@ -9176,15 +9234,16 @@ static bool write_row(void *ctx, int i, const float *logits) {
 
 // Writes the logits of every token to a file. If that fails, no part of it is left behind.
 static bool run_logits(Cli *cli) {
-    struct stat st;
-    cli->out = fopen(cli->logits, "wb");
+    cli->out = strcmp(cli->logits, "-") ? fopen(cli->logits, "wbx") : stdout;
+    bool made = cli->out;   // or else something is there, such as a link
+    if (!made) cli->out = fopen(cli->logits, "wb");
     if (!cli->out) return fail(&cli->e, "%s: %s", cli->logits, strerror(errno));
     Request all = {cli->ids.id, cli->ids.n, .fn = write_row, .ctx = cli};
-    bool ok = session_run(&cli->s, all, &cli->e);
-    bool failed = ferror(cli->out);
-    if (fclose(cli->out) || failed)
-        ok = fail(&cli->e, "%s: cannot be written whole", cli->logits);
-    if (!ok && !stat(cli->logits, &st) && S_ISREG(st.st_mode)) remove(cli->logits);
+    bool ok = session_run(&cli->s, all, &cli->e), failed = ferror(cli->out);
+    if (cli->out == stdout) return ok || failed;   // main says so
+    if (fclose(cli->out) || failed) ok = fail(&cli->e, "%s: %s", cli->logits, strerror(errno));
+    if (!ok && made) remove(cli->logits);
+    else if (!ok) (void)!truncate(cli->logits, 0);
     return ok;
 }
 
@@ -9371,7 +9430,7 @@ static bool print_info(Cli *cli) {
     static const char *const kinds[] = {
         "attention", "attention in a window", "latent attention",
         "gated delta net", "state space", "short convolution", "dense FFN", "experts"};
-    enum { FULL, WINDOWED, LATENT, DENSE = COUNT(kinds) - 2, EXPERTS };
+    enum { LATENT = WINDOWED + 1, DENSE = COUNT(kinds) - 2, EXPERTS };
     const Model *m = &cli->m;
     const Config *c = &m->config;
     const Session *s = &cli->s;
@@ -9504,9 +9563,11 @@ int main(int argc, char **argv) {
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
     static const int signals[] = {SIGHUP, SIGQUIT, SIGTERM, SIGTSTP, SIGCONT};
     struct sigaction caught = {.sa_handler = on_signal, .sa_flags = SA_RESTART | SA_NODEFER};
-    for (size_t i = 0; i < COUNT(signals); i++)   // what is ignored, as behind nohup, stays so
+    for (size_t i = 0; i < COUNT(signals); i++)   // what is ignored, as by nohup or &, stays so
         if (signal(signals[i], SIG_IGN) != SIG_IGN) sigaction(signals[i], &caught, NULL);
-    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_signal}, NULL);   // ends reads, too
+    caught.sa_flags = 0;   // Ctrl-C ends reads and writes, too
+    if (signal(SIGINT, SIG_IGN) != SIG_IGN) sigaction(SIGINT, &caught, NULL);
+    signal(SIGXFSZ, SIG_IGN);   // a file that may not grow is an error of the write
     const char *term = getenv("TERM"), *plain = getenv("NO_COLOR");
     cli.dumb = term && !strcmp(term, "dumb");
     cli.dims = isatty(STDOUT_FILENO) && !cli.dumb && !(plain && *plain);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT
 // metal.c: llm.c's forward pass on a GPU, in plain C; llm.c includes it with LLM_METAL for Apple's
-// GPUs, with LLM_CUDA for NVIDIA's. It has never run on Apple hardware: the tests run that side on
-// a device made of software.
+// GPUs, with LLM_CUDA for NVIDIA's. Apple's side has run on a GPU in software alone, in the tests.
 //
 // In come a Session and the ids of a chunk; out come logits in s->logits, and new rows and states
 // in the session's caches. kernels.metal says what a kernel computes; here stands which kernels
@@ -16,8 +15,7 @@
 //
 // llm.c has the prototypes of what it calls, gpu_chunk to gpu_copy; its Part VI also calls
 // gpu_bytes and gpu_rate. When gpu_forward or gpu_logits returns false, the CPU does the work:
-// there is no GPU, or it lacks what the model needs (gpu_lacks, or memory), or a call of the driver
-// has failed.
+// there is no GPU, it lacks what a model needs (gpu_lacks, memory), or a driver's call has failed.
 #define METAL_HOST
 #include "kernels.metal"
 #undef METAL_HOST
@@ -103,9 +101,8 @@ static const Shared *gpu_find(const Gpu *g, const void *p) {   // the memory tha
 // device_send brings up to date for the GPU, and device_fetch for the host. Each variant of a
 // kernel is compiled by itself; $XDG_CACHE_HOME/llm or ~/.cache/llm keeps its code, named by a hash
 // of its sources and the GPU's architecture. From compute capability 9.0 on a few tokens' launches
-// start early (programmatic dependent launch): a launch begins when all threadgroups of the last
-// one have called next_may_start, and has to wait for its input, which it does at once, or where
-// its kernel says input_wait.
+// start early (programmatic dependent launch): a launch begins when all threadgroups of the one
+// before it have called next_may_start. It waits for its input at once, or where its kernel does.
 
 #include <dlfcn.h>
 #include <sys/stat.h>
@@ -1154,8 +1151,7 @@ static void run_product(Session *s, const Matrix *w, Input in, float *y, int n, 
     run_products(s, &w, 1, in, &y, n, e);
 }
 
-// norm(x), if the model has this norm: gemv applies an RMSNorm; else, and for a chunk, it is a
-// dispatch into h
+// norm(x), if the model has this norm: gemv applies an RMSNorm; others, and a chunk's, go into h
 static Input run_input(Session *s, const float *x, const Norm *w, float *h, int n) {
     const Config *c = &s->m->config;
     if (!w->w && c->norm != NORM_BARE) return (Input){x, NULL};
@@ -1188,8 +1184,7 @@ static Spread attention_spread(const Layer *w, int used, bool few) {
     return x;
 }
 
-// What attention's kernels bind, in the order of their parameters: each but attention_merge has a
-// stretch of this list.
+// what attention's kernels bind: each but attention_merge has a stretch of this list as parameters
 enum { AT_V_NEW, AT_ANGLES, AT_Q_NORM, AT_K_NORM, AT_Q_BIAS, AT_K_BIAS, AT_K_NEW, AT_Q, AT_K, AT_V,
        AT_POS_K, AT_NOW, AT_SLOPES, AT_SINKS, AT_OUT, AT_PARTS };
 
@@ -1638,8 +1633,7 @@ static void run_layers(Session *s, int n) {
     }
 }
 
-// a hash of all that changes the dispatches of n tokens, at most FEW, in a session: equal keys,
-// equal dispatches
+// a hash of all that changes the dispatches of up to FEW tokens: equal keys, equal dispatches
 static uint64_t tokens_key(const Session *s, int n, int rows) {
     uint64_t key = rows * (FEW + 1) + n;
     for (int l = 0; l < s->m->config.n_layer; l++) {

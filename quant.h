@@ -385,7 +385,10 @@ typedef uint8_t quant_b __attribute__((vector_size(16)));
 typedef int32_t quant_i __attribute__((vector_size(64)));
 typedef float quant_f __attribute__((vector_size(64)));
 typedef uint64_t quant_u __attribute__((vector_size(16)));
-QUANT_INLINE quant_b quant_join(uint64_t lo, uint64_t hi) { return (quant_b)(quant_u){lo, hi}; }
+QUANT_INLINE quant_b quant_join(uint64_t lo, uint64_t hi) {
+    quant_u both = {lo, hi};
+    return (quant_b)both;
+}
 
 #if defined(QUANT_AVX512)
 // Loads the bytes around the eights, then permutes these to their places. What it loads: a field of
@@ -394,13 +397,14 @@ QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *b
                                 int size) {
     __m512i a = _mm512_setzero_si512(), b = a;
     bool whole = field == 64 || field == 128;
-    quant_w at;
-    if (field == 32 && byte[0] == byte[1]) return (quant_v)((quant_w){0} + quant_u64(p + byte[0]));
+    quant_w at = {0};
+    if (field == 32 && byte[0] == byte[1]) return (quant_v)(at + quant_u64(p + byte[0]));
 #ifdef __AVX512VBMI__
     if (size <= 18 && block[7] - block[0] == 7 * size) {           // so n is 8, and block[0] is 0
+        const uint64_t ones = 0x0101010101010101;
         QUANT_UNROLL for (int t = 0; t < 8; t++)
-            at[t] = 0x0706050403020100 + ~0ull / 255 * (uint64_t)(block[t] % (block[7] - 56));
-        a = _mm512_permutexvar_epi8((__m512i)at, _mm512_loadu_si512(p + byte[0]));
+            at[t] = 0x0706050403020100 + ones * (uint64_t)(block[t] % (block[7] - 56));
+        a = _mm512_maskz_permutexvar_epi8(~0ull, (__m512i)at, _mm512_loadu_si512(p + byte[0]));
         b = _mm512_loadu_si512(p + byte[0] + block[7] - 56);        // ends with block 7's eight
         return (quant_v)_mm512_mask_permutexvar_epi8(a, ~0ull << 32, (__m512i)at, b);
     }
@@ -658,11 +662,13 @@ QUANT_INLINE void quant_scales(QUANT_THREAD float *d, float D, uint64_t lo, uint
 QUANT_INLINE void quant_scales_offsets(float *d, float *m, const uint8_t *p, uint64_t lo,
                                        uint64_t hi, int g, int n) {
     __m128i turns = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-    __m512 both = _mm512_cvtph_ps(_mm256_set1_epi32((int)(quant_u32(p) ^ 0x80000000)));
+    __m256i pairs = _mm256_set1_epi32((int)(quant_u32(p) ^ 0x80000000));
+    __m512 both = _mm512_maskz_cvtph_ps(0xffff, pairs);
     quant_i v;
     quant_widen16(&v, (quant_b)_mm_shuffle_epi8((__m128i)quant_join(lo, hi), turns));
     both = _mm512_mul_ps(both, (__m512)__builtin_convertvector(v, quant_f));
-    quant_i a = (quant_i)_mm512_moveldup_ps(both), b = (quant_i)_mm512_movehdup_ps(both);
+    quant_i a = (quant_i)_mm512_maskz_moveldup_ps(0xffff, both);
+    quant_i b = (quant_i)_mm512_maskz_movehdup_ps(0xffff, both);
     quant_put_bits(d, &a, g, n);
     quant_put_bits(m, &b, g, n);
 }
@@ -1008,7 +1014,7 @@ QUANT_INLINE void quant_digits(QUANT_THREAD int8_t *w, QUANT_DEVICE const uint8_
                                int power) {
     QUANT_UNROLL for (int j = 0; j < 16; j += 4) {
         uint32_t x = quant_u32(p + (last ? 0 : j));
-        uint32_t by = last ? quant_pow3[j / 4] : power;
+        uint32_t by = last ? quant_pow3[j / 4] : (uint32_t)power;
         uint32_t even = (x & 0x00ff00ff) * by, odd = (x >> 8 & 0x00ff00ff) * by;
         x = ((even & 0x00ff00ff) * 3 >> 8 & 0x00030003) | ((odd & 0x00ff00ff) * 3 & 0x03000300);
         quant_put(w + j, 1, quant_less(x, 1));
@@ -1335,7 +1341,8 @@ QUANT_TABLE int8_t quant_iq1[16] = {-7, 1, 9, 0, -9, -1, 7};        // s = 1, th
 // w[count / 2] = two grid entries in each word. The index of entry k is the byte p[k], and above it
 // the bits that `mask` selects from h << 8 >> step * k.
 QUANT_INLINE void quant_entries(QUANT_THREAD uint32_t *w, QUANT_CONSTANT uint16_t *grid, int count,
-                                QUANT_DEVICE const uint8_t *p, uint32_t h, int step, int mask) {
+                                QUANT_DEVICE const uint8_t *p, uint32_t h, int step,
+                                uint32_t mask) {
     QUANT_UNROLL for (int k = 0; k < count; k += 2)
         w[k / 2] = grid[p[k] | (h << 8 >> step * k & mask)] |
                    (uint32_t)grid[p[k + 1] | (h << 8 >> step * (k + 1) & mask)] << 16;
