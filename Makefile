@@ -88,19 +88,13 @@ test:
 	@$(if $(filter avx2,$(CHECKS)),,echo "valgrind is not installed: its tests were left out";) $(SUM)
 
 # you have an NVIDIA GPU: the kernels on it (NAME=metal_kernels: that test alone), and how fast they
-# are (NAME=q4_0: the rows with that in their names). Whole models, `./llm MODEL -c 16384 --bench
-# 512,64`, had on one H200 these tokens per second in, medians of three (in brackets: divided by
-# llama.cpp de3ff81's with -fa 1), and out, 64 behind a prompt of 512; and on H100s, with earlier
-# kernels and llama.cpp on another H100, the range of runs:
-#
-#                         512 in        2,048 in      8,192 in        out    H100s, out
-#   Llama-8B q4_K         11689 (1.17)  14220 (1.45)  12453 (1.27)    485    402 to 439 (1.5)
-#   Qwen3-0.6B q4_0       60980 (1.29)  96220 (2.1)   64012 (1.44)   1583    1483 to 1567 (1.8)
-#   Qwen3-0.6B q8_0                                                  1496    1322 to 1382 (1.9)
-#   experts, q4_K         46216 (1.35)  4,096: 65028 (2.04)           938    853 to 881 (1.2)
-#   hybrid, q4_K          37600 (1.43)  53300 (1.93)                 1226    1184 to 1221 (2.1)
-#   state space, q4_K     64800 (1.07)  87700 (1.40)                 1953    1860 to 1905 (1.9)
-#   latent, q4_K          37451 (1.22)  27357 (1.17)                  706    667 to 699 (1.4)
+# are (NAME=q4_0: the rows with that in their names). `./llm MODEL -c 16384 --bench 512,64` had on an
+# H200 (medians of three; in brackets divided by what llama.cpp de3ff81 had with -fa 1):
+#                        512 in        2,048 in      8,192 in      64 out behind 512
+#   Llama-8B q4_K        11689 (1.17)  14220 (1.45)  12453 (1.27)   485
+#   Qwen3-0.6B q4_0      60980 (1.29)  96220 (2.1)   64012 (1.44)  1583; q8_0 1496
+#   experts; hybrid      46216 (1.35); 37600 (1.43)                 938; 1226
+#   state space; latent  64800 (1.07); 37451 (1.22)                1953;  706
 test-cuda: test_cuda
 	@./test_cuda $(or $(NAME),metal_kernels metal_models metal_shapes metal_failures)
 bench-cuda: test_cuda
@@ -142,7 +136,7 @@ lint:
 # you changed what reads files or text: RUNS hostile inputs for each of FUZZ (apt-get install clang)
 FUZZ ?= loader vocabulary tokenize detokenize template
 # Without inlined decoders and observed inner loops this compiles soon; NULL + 0 ends empty lists.
-UNSEEN = src:*quant.h fun:transpose fun:float_* fun:*matvec* fun:tile_* fun:int8_* fun:one_* \
+UNSEEN = src:*quant.h fun:transpose fun:float_* fun:*matvec* fun:tile_* fun:int8_* fun:query_* \
     fun:norm fun:read_item fun:read_choice fun:item_length
 FUZZER = clang $(WARN) -g -O1 $(AVX2) $(SANITIZE),fuzzer -fno-sanitize=pointer-overflow -DLLM_FUZZ \
     -Dalways_inline=noinline -fsanitize-coverage-ignorelist=test_fuzz.d/unseen
@@ -158,33 +152,6 @@ fuzz:
 
 # you want to know how fast it is here, against this machine's memory and, with LLAMA_BENCH=path of
 # a llama-bench, against llama.cpp, the better of its -fa 0 and -fa 1: a row for each of FORMATS.
-# Measured: tokens per second for a prompt of 512, then for 64 more; in brackets divided by those of
-# llama.cpp (de3ff81, built natively); medians of nine on the EPYC, of three and two on the Xeon:
-#
-#            Xeon with AMX, 2 threads   16 threads            EPYC Zen 4, 2 threads
-#   q4_0     1111 (3.91), 60            4274 (2.87), 272      439 (2.04), 72 (1.50)
-#   q8_0     1098 (3.24), 42            3968 (2.23), 170      431 (2.46), 43 (1.45)
-#   q4_K     1005 (2.99), 69            4154 (2.30), 280      402 (1.55), 74 (1.65)
-#   q5_K                                                      417 (3.61), 58 (1.67)
-#   q6_K     1248 (6.03), 49            4270 (3.32), 219      387 (2.87), 54 (1.82)
-#   q2_K     971 (4.56), 65             3747 (3.40), 272      381 (1.43), 77 (1.85)
-#   q3_K                                                      395 (4.06), 66 (2.23)
-#   iq4_xs   909 (2.54), 65             4154 (2.16), 279      437 (1.34), 64 (1.88)
-#   mxfp4    1187 (6.25), 57            4037 (3.99), 251      430 (1.81), 53 (1.16)
-#   f16      392 (2.64), 24             1701 (2.43), 102      191 (2.26), 22 (1.22)
-#
-# From an empty cache, on the Xeon: 2 threads q4_0 80 (1.06), q8_0 46 (1.05); 16 threads q4_0 305
-# (1.31), q8_0 177 (1.22), q4_K 284 (1.60).
-#
-# What guesses are worth, `./test_native answer edit MODEL 1024 256 2` (`quote`, `chat`; 0 in place
-# of 2 threads: the GPU, 512 out): the answer repeats its prompt but for every 25th token, quotes 16
-# tokens after 16 new ones, or is new. Tokens per pass, in brackets how much faster they came:
-#
-#                                  edit             quote            chat
-#   Zen 4, 2 threads, 0.6B q4_0    2.6 (1.5, 1.6)   1.4 (1.0, 1.1)   1.05 (1.0)
-#   H100, Llama-8B q4_K            2.8 (1.9)        1.5 (1.3)        1.07 (1.0)
-#   H100, 0.6B q4_0                2.8 (1.6)        1.5 (1.1)        1.07 (1.0)
-#   H100, experts; hybrid          2.8 (1.5; 1.4)   1.5 (1.1; 1.1)   1.07 (1.0; 0.9)
 bench: SCENARIO = threads-all
 # you want to know how fast other uses of it are: all of this list, or those that SCENARIO= names
 scenarios: FORMATS = q4_K
