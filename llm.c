@@ -8520,7 +8520,7 @@ static bool parse_value(Cli *cli, const Option *o, const char *text) {
         if (o->kind == NUMBER) *(float *)at = x;
         if (o->kind == INTEGER) *(int *)at = x;
         if (o->kind == SEED) *(uint64_t *)at = integer;
-        if (list && !tokens_add(list, x)) return false;
+        if (list && !tokens_add(list, x)) return fail(&cli->e, "out of memory");
         text = end + 1;
     } while (list && *end == ',');
     return !*end && (o->kind != PAIR || list->n == 2);
@@ -8538,9 +8538,9 @@ static bool read_option(Cli *cli, char **argv, int *i) {
     else if (o->kind != SWITCH) ++*i;
     if (o->kind != SWITCH && !value) return fail(&cli->e, "%s needs a value; see --help", name);
     if (parse_value(cli, o, value)) return true;
-    cli->failure = errno == ENOMEM ? 1 : 2;
-    if (errno == ENOMEM) return fail(&cli->e, "%s: out of memory", name);
-    return fail(&cli->e, "%s: expected %s from %.10g to %.10g, not '%s'", o->usage,
+    cli->failure = cli->e.text[0] ? 1 : 2;   // 1: out of memory
+    return cli->failure == 2 &&
+           fail(&cli->e, "%s: expected %s from %.10g to %.10g, not '%s'", o->usage,
                 o->kind == NUMBER ? "a number" : "whole numbers", o->low, o->high, value);
 }
 

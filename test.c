@@ -2970,16 +2970,15 @@ static void test_chat_templates(void) {   // with as little stack as llm.c says 
     pthread_t thread;
     pthread_attr_t small;
     setenv("SOURCE_DATE_EPOCH", "1795305600", 1);
-    setenv("LOCPATH", test.dir, 1);   // the program around may write 1,5, where there is localedef
-    if (system("localedef -c -i de_DE -f UTF-8 $D/de_DE.UTF-8 >$D/out 2>&1")) puts("  no locale");
-    setlocale(LC_ALL, "de_DE.UTF-8");
+    setenv("LOCPATH", test.dir, 1);   // the program around writes 1,5, if localedef knows how
+    if (!system("localedef -c -i de_DE -f UTF-8 $D/de_DE.UTF-8 >$D/out 2>&1"))
+        CHECK(setlocale(LC_ALL, "de_DE.UTF-8"), "no locale");
     pthread_attr_init(&small);
     pthread_attr_setstacksize(&small, 512 << 10);
     REQUIRE(!pthread_create(&thread, &small, render_all, NULL), "no thread");
     pthread_join(thread, NULL);
     pthread_attr_destroy(&small);
     setlocale(LC_ALL, "C");
-    unsetenv("LOCPATH");
     unsetenv("SOURCE_DATE_EPOCH");
 }
 
@@ -3034,8 +3033,7 @@ static void test_allocations(void) {
     Rendered r = {0};
     Cli reads = {0}, lists = {.failure = 2};
     Error e = {""};
-    allocations = 0;
-    failing = 1;
+    failing = allocations + 1;
     bool ok = parse_options(&lists, 4, (char *[]){"llm", "m", "--tokens", "1,2", NULL});
     CHECK(!ok && lists.failure == 1 && strstr(lists.e.text, "memory"), "%s", lists.e.text);
     failing = largest = 0;
@@ -3405,10 +3403,10 @@ static void test_cli_chat(void) {
     // what cannot be saved is an error, and what was saved before stays, also behind a link
     check_llm("printf '\357\273\277a\n/save /dev/full\nb' | llm $D/chat.gguf -i -c 8 -n 1", 1, "",
               "^note: [^\n]*--keep[^\n]*\nllm: /dev/full: No space[^\n]*\n$");
-    check_llm("cd $D; echo old >a; chmod 640 a; ln -s a l; cd $OLDPWD; (ulimit -f 0; printf "
-              "'a\n/save '$D/l | llm $D/chat.gguf -i -n 0 2>&1) | cat; cat $D/a; ls $D/a*; printf "
+    check_llm("(cd $D; echo old >a; chmod 640 a; ln -s a l); (ulimit -f 0; printf 'a\n/save '$D/l|"
+              "llm $D/chat.gguf -i -n 0 2>&1) | cat; cat $D/a; ls $D | grep '^a[.]'; printf "
               "'b\n/save - \n/save '$D/l' \t\n' | llm $D/chat.gguf -i -n 0; cat $D/a; ls -l $D/a; "
-              "test -L $D/l", 0, "^\nllm: [^\n]*/l: File too large\nold\n[^\n]*/a\n\n"
+              "test -L $D/l", 0, "^\nllm: [^\n]*/l: File too large\nold\n\n"
               "(@user\nb\n@assistant\n\n){2}-rw-r-----[^\n]*/a\n$", "^prefill");
     // a conversation goes on and is written as it was read; any other text is a first message
     check_llm("printf '%s\n' @user '\\@user' '\\\\@system' @users '\\a' '' @assistant '' >$D/a; "
