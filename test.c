@@ -6135,8 +6135,8 @@ static int run_alone(void (*fn)(char **), char **arg) {   // what is no test
 int main(int argc, char **argv) {
     const char *mode = argc > 1 ? argv[1] : "";
     int named = 0, passed = 0, failed = 0;
-    signal(SIGINT, SIG_DFL);   // a shell's background job ignores it; the tests press Ctrl-C
     if (!strcmp(mode, "llm")) return llm_main(argc - 1, argv + 1);
+    signal(SIGINT, SIG_DFL);   // a shell's background job ignores it; the tests press Ctrl-C
     if (!strcmp(mode, "model") && argc > 3) return run_alone(write_bench_model, argv + 2);
     if (!strcmp(mode, "scenario") && argc == 9) return run_alone(run_scenario, argv + 2);
     if (!strcmp(mode, "answer") && argc == 7) return run_alone(run_answer, argv + 2);
