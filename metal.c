@@ -942,7 +942,10 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
 static bool is_float(const Matrix *w) { return quant_row_bytes(w->type, 1); }   // of any length
 
 // tokens that gemv and gemv_ring compute for n, some of them in vain
-static int tokens_for(int n) { return n > 4 ? FEW : n > 2 ? 4 : n; }
+static int tokens_for(int n) {
+    if (n > 4) return FEW;
+    return n > 2 ? 4 : n;
+}
 
 // as many of gemv_ring's slots as `room` bytes of threadgroup memory have
 static int ring_slots(struct product_args *a, int lane_groups, int tokens, int teams, int room) {
