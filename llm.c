@@ -8455,7 +8455,7 @@ static const Option OPTIONS[] = {
     {"--render", SWITCH, AT(render), 0, 0, "print what the model would see, and exit"},
     {"-n N", INTEGER, AT(n_predict), -1, INT_MAX, "tokens to generate (256); -1 (chats): no limit"},
     {"-c N", INTEGER, AT(o.window), 1, INT_MAX, "attention window (4096, at most the model's)"},
-    {"-b N", INTEGER, AT(o.chunk), 1, 1 << 20, "tokens of a prefill chunk (512; on a GPU 2048)"},
+    {"-b N", INTEGER, AT(o.chunk), 1, 1 << 20, "tokens of a prefill chunk (512; NVIDIA: 2048 if they fit)"},
     {"-t N", INTEGER, AT(o.threads), 1, 1024, "CPU threads (the CPUs this process may run on)"},
     {"--temp T", NUMBER, PICK(temp), -FLT_MAX, FLT_MAX, "temperature (0.8); 0 is greedy"},
     {"--top-k K", INTEGER, PICK(top_k), 0, INT_MAX, "the K likeliest tokens only (40); 0 all"},
@@ -8546,7 +8546,36 @@ static bool read_option(Cli *cli, char **argv, int *i) {
 
 static bool uses_template(const Cli *cli) { return cli->chat || cli->answer_once || cli->render; }
 
-// Reads what was asked for, and checks what the options mean together.
+// Do the options go together? prompts: how many texts and lists of ids they give
+static bool check_options(Cli *cli, int prompts) {
+    bool measures = cli->bench.id || cli->info;   // these need no prompt
+    bool renders = cli->render && !cli->chat && !cli->answer_once;   // else it renders that chat
+    const bool modes[] = {cli->chat, cli->answer_once, renders, cli->tokenize, cli->logits,
+                          cli->embed, cli->ppl, cli->bench.id, cli->info};
+    int n_modes = 0;
+    for (size_t i = 0; i < COUNT(modes); i++)
+        if (modes[i]) n_modes++;
+    if (n_modes > 1)
+        return fail(&cli->e, "two modes: give one of -i, --chat, --render, --tokenize, --logits, "
+                    "--embed, --ppl, --bench and --info");
+    if (measures && prompts)
+        return fail(&cli->e, "--bench takes P,N, --info nothing: no PROMPT goes with these");
+    if (cli->verbose && !cli->info) return fail(&cli->e, "-v is for --info");
+    if (cli->gpu && !find_str(str(cli->gpu), "chain block"))
+        return fail(&cli->e, "--gpu: expected chain or block, not '%s'", cli->gpu);
+    if (cli->think && !find_str(str(cli->think), "on off"))
+        return fail(&cli->e, "--think: expected on or off, not '%s'", cli->think);
+    if (!uses_template(cli) && (cli->system || cli->think || cli->template_file))
+        return fail(&cli->e, "--system, --think and --template are for -i, --chat and --render");
+    if (uses_template(cli) && cli->ids.id)
+        return fail(&cli->e, "-i, --chat and --render take text, not --tokens");
+    if (prompts > 1) return fail(&cli->e, "two prompts: give PROMPT, -p, -f, --tokens or --ppl");
+    if (!cli->model) return fail(&cli->e, "no MODEL.gguf given; see --help");
+    return prompts || cli->chat || cli->render || measures ||
+           fail(&cli->e, "no PROMPT given; -f - reads it from standard input; see --help");
+}
+
+// Reads what was asked for.
 static bool parse_options(Cli *cli, int argc, char **argv) {
     const char *words[3] = {NULL, NULL, NULL}, **word = words;
     bool ended = false;   // behind -- no word is an option
@@ -8565,24 +8594,12 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
         if (source[i]) prompts++;
     if (word[0]) cli->prompt = word[0];
     cli->o.gpu_block = cli->gpu && !strcmp(cli->gpu, "block");
-    if (cli->gpu && !find_str(str(cli->gpu), "chain block"))
-        return fail(&cli->e, "--gpu: expected chain or block, not '%s'", cli->gpu);
-    if (cli->think && !find_str(str(cli->think), "on off"))
-        return fail(&cli->e, "--think: expected on or off, not '%s'", cli->think);
     if (cli->render && !prompts) cli->file = "-";
-    bool measures = cli->bench.id || cli->info;   // these need no prompt
-    bool other = uses_template(cli) || cli->tokenize || cli->embed || cli->logits;
-    if (!prompts && !measures && !other && isatty(STDIN_FILENO))
-        cli->chat = cli->chat_by_default = true;
+    bool other = uses_template(cli) || cli->tokenize || cli->embed || cli->logits ||
+                 cli->bench.id || cli->info;
+    if (!prompts && !other && isatty(STDIN_FILENO)) cli->chat = cli->chat_by_default = true;
     if (cli->n_predict < -1) cli->n_predict = cli->chat || cli->answer_once ? -1 : 256;
-    if (!uses_template(cli) && (cli->system || cli->think || cli->template_file))
-        return fail(&cli->e, "--system, --think and --template are for -i, --chat and --render");
-    if (uses_template(cli) && cli->ids.id)
-        return fail(&cli->e, "-i, --chat and --render take text, not --tokens");
-    if (prompts > 1) return fail(&cli->e, "two prompts: give PROMPT, -p, -f, --tokens or --ppl");
-    if (!cli->model) return fail(&cli->e, "no MODEL.gguf given; see --help");
-    return prompts || cli->chat || cli->render || measures ||
-           fail(&cli->e, "no PROMPT given; -f - reads it from standard input; see --help");
+    return check_options(cli, prompts);
 }
 
 // appends s[n], which may be a part of the text itself where that has room
@@ -9106,17 +9123,18 @@ static void print_statistics(const Cli *cli) {
     const Session *s = &cli->s;
     struct rusage usage;
     size_t n = cli->n_prompts - cli->n_reused;
-    double seconds = cli->decode > 0 ? cli->decode : INFINITY;
+    double seconds = cli->decode > 0 ? cli->decode : INFINITY;   // a clock may be coarse
     if (!cli->prefill) return;
     getrusage(RUSAGE_SELF, &usage);
     fprintf(stderr, "prefill %zu tokens %.1f tok/s, ", n, n / cli->prefill);
     if (cli->chat || cli->n_reused)
         fprintf(stderr, "reused %zu of %zu tokens, ", cli->n_reused, cli->n_prompts);
-    fprintf(stderr, "decode %zu tokens in %zu passes %.1f tok/s %.1f GB/s, peak %.0f MB, "
-            "seed %llu, %s\n", cli->n_new, cli->n_passes, cli->n_decoded / seconds,
-            cli->n_passes / seconds * token_bytes(s, (int)s->history.n) * 1e-9,
-            usage.ru_maxrss / (double)RSS_PER_MB, (unsigned long long)cli->o.sampling.seed,
-            s->gpu ? GPU_NAME : "cpu");
+    fprintf(stderr, "decode %zu tokens in %zu passes", cli->n_new, cli->n_passes);
+    if (cli->n_passes)   // the first token came from the prompt's pass
+        fprintf(stderr, " %.1f tok/s %.1f GB/s", cli->n_decoded / seconds,
+                cli->n_passes / seconds * token_bytes(s, (int)s->history.n) * 1e-9);
+    fprintf(stderr, ", peak %.0f MB, seed %llu, %s\n", usage.ru_maxrss / (double)RSS_PER_MB,
+            (unsigned long long)cli->o.sampling.seed, s->gpu ? GPU_NAME : "cpu");
 }
 
 // Does a key say something that the engine must know? Keys of RoPE, attention, experts and sampling
@@ -9161,8 +9179,11 @@ static void print_notes(const Cli *cli) {
     if (s->m) print_unread(&cli->m);
     if (s->m && cli->m.config.nextn)
         fputs("note: the file's nextn (MTP) blocks, which guess tokens, are not used\n", stderr);
-    if (cli->gpu && !*GPU_NAME)
-        fprintf(stderr, "note: --gpu %s: this program was built without a GPU\n", cli->gpu);
+    if (cli->gpu && s->m && !s->gpu)
+        fprintf(stderr, "note: --gpu %s: the model ran on the CPU\n", cli->gpu);
+    if (s->m && cli->o.keep >= window)
+        fprintf(stderr, "note: --keep %d: as many tokens as the window has, or more, stay in sight "
+                "beside its %d\n", cli->o.keep, window);
     if (s->m && cli->o.window > window)
         fprintf(stderr, "note: -c %d: beyond that this model chooses what it attends to, which the "
                 "engine does not know\n", window);
@@ -9406,7 +9427,7 @@ static void print_file(const Cli *cli) {
         Str rest = {key, m->key.s + m->key.n - key};
         if (cli->verbose || find_str(rest, keys)) print_meta(m);
     }
-    putchar('\n');
+    puts(g->n_tensors ? "" : "\nno tensors: a vocabulary alone");
     for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors; t++) {
         size[t->type] += tensor_bytes(t);
         all += tensor_bytes(t);
@@ -9509,7 +9530,7 @@ static bool start_session(Cli *cli) {
 
 // Does what was asked for. The order matters: --info shows a file even if it cannot run; the file's
 // wishes and an encoder's text set options before the session takes them; what needs no weights
-// ends before that; of the modes at the end the first counts.
+// ends before that; one of the modes at the end was asked for.
 static bool run(Cli *cli) {
     Model *m = &cli->m;
     cli->failure = 1;
@@ -9518,7 +9539,7 @@ static bool run(Cli *cli) {
     if (cli->help || cli->version) return true;
     bool ok = model_load(m, cli->model, !cli->tokenize && !cli->render, &cli->e);
     if (cli->info && m->tokenizer) print_file(cli);   // the file was read
-    if (!ok) return false;
+    if (!ok) return cli->info && m->tokenizer && !m->gguf->n_tensors;   // a vocabulary has no more
     sampling_defaults(cli);
     Str own = gguf_str(m->gguf, "tokenizer.chat_template");
     if (!(cli->template_file ? read_file(cli, cli->template_file, &cli->template)

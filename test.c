@@ -3089,6 +3089,10 @@ static void test_cli_refusals(void) {
         {2, "", "MODEL"}, {2, "$S", "PROMPT.*-f -"}, {2, "$S one two", "two"},
         {2, "$S one -p two", "prompts"}, {2, "$S -f x --tokens 1", "prompts"},
         {2, "$S one --ppl x", "prompts"}, {1, "$S hi --keep 2147483647", "2147483647 pinned"},
+        {2, "$S --bench x", "--bench.*PROMPT"}, {2, "$S --bench 512x128", "--bench takes P,N"},
+        {2, "$S hi --info", "--info.*PROMPT"}, {2, "$S --info --bench 1,1", "two modes.*--info"},
+        {2, "$S --chat a --embed", "two modes"}, {2, "$S a --embed --tokenize", "two modes"},
+        {2, "$S a -v", "-v.*--info"},
         {2, "$S one two three", "prompts"}, {2, "$S --tokens 1,x", "x"}, {1, "$S -i", "template"},
         {2, "$S a --template x", "--template"}, {1, "$S --chat a --template nowhere", "nowhere"},
         {2, "$S one -f x --tokens 1", "prompts"}, {2, "$S --tokens ''", "--tokens"},
@@ -3117,8 +3121,11 @@ static void test_cli_refusals(void) {
     }
     check_llm("llm $D/rules.gguf --tokens 0,2 -n 1", 0, "",
               "^note: .*'ours'[^\n]*\nprefill [^\n]*\n$");
-    check_llm("llm golden/tok/spm.gguf --info", 1, "^([a-z0-9_.]+ = [^\n]*\n)+\n$",
-              "^llm: [^\n]*no tensors[^\n]*\n$");
+    check_llm("llm golden/tok/spm.gguf --info", 0,
+              "^([a-z0-9_.]+ = [^\n]*\n)+\nno tensors[^\n]*\n$", "^$");
+    check_llm("llm $S hi -n 1 --keep 1024 --gpu block --cpu", 0, "^hi[^\n]*\n$",
+              "^note: --gpu block[^\n]*CPU\nnote: --keep 1024[^\n]*\nprefill 2 tokens [0-9.]* "
+              "tok/s, decode 1 tokens in 0 passes, peak [^\n]*\n$");
     // the model is cut while it is mapped: once a pipe has taken more than it holds, llm reads it
     check_llm("cp $S $D/cut; (yes | head -n 99999; : >$D/cut) | llm $D/cut -f - -n 1", 1, "^$",
               "^llm: [^\n]*truncated\\?\n$");
