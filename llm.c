@@ -22,8 +22,8 @@
 // add to), ff the width of a feed-forward network (FFN); m is a Model, c its Config, s a Session
 // (one conversation), w weights (a Layer, a Matrix, a Norm), e an Error. In ops n is the width of a
 // row; in the sampler c is the candidates and l logits; Part IV has other names. Shapes stand
-// outermost first: x [n][dim] is n rows of dim floats. The KV cache holds the keys and values of
-// earlier tokens: each is made only once.
+// outermost first: x [n][dim] is n rows of dim floats, and a row of a chunk is a token's. The KV
+// cache holds the keys and values of earlier tokens, because each is made only once.
 //
 // As a library: #define LLM_NO_MAIN, #include "llm.c" before any other header. A program calls
 //
@@ -42,8 +42,8 @@
 //       evaluates ids, and hands out one id after the other of what follows them
 //   tokens_add, tokenize, detokenize, template_render: see Part IV
 //
-// Only Part VI calls exit or prints; but loading onto a GPU shows its progress on a terminal, and a
-// GPU that cannot be used or fails says so on stderr. A call takes less than 512 KB of stack.
+// Only Part VI calls exit. Only Part VI prints, except that metal.c shows the progress of loading
+// on a terminal and says on stderr why a GPU fails. A call takes less than 512 KB of stack.
 #define _GNU_SOURCE   // Linux: memmem (GGUF, templates), strcasestr (tokenizer), sched_getaffinity
 #define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32 bits
 #include <assert.h>
@@ -98,16 +98,17 @@ typedef struct { int32_t *id; size_t n, room; } Tokens;   // a list of ids that 
 // A model is its numbers, a Config, and its weights: a Layer for each layer, and what comes before
 // the first layer and after the last. Part II fills them from a file, and checks all that Part I
 // relies on. Each type begins with what a Llama has; on a first reading stop at "other families".
-// A Llama has neutral values below that line: rotated, heads_alone and causal are true, a layer's
-// source is itself, factors are 1, and all else is 0, NULL or the first of its kind (ACT_SILU).
+// What is below that line changes nothing in a Llama: rotated, heads_alone and causal are true, a
+// layer's source is itself, factors are 1, all else is 0, NULL or the first of its kind (ACT_SILU).
 
-enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };   // pairs (i, i + n_rot/2); or (2i, 2i + 1), a Llama's
+enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };   // pairs (i, i + n_rot/2); (2i, 2i + 1): GGUF's Llama
 
 typedef struct {
     int n_layer;               // layers that run
     int dim;                   // width of the residual stream
     int n_vocab;               // token ids that have a logit
     int n_ctx;                 // tokens of the longest text in training
+    int n_head, hd, vd;        // of layer 0, see Layer: Part II derives other numbers from them
     int n_rot;                 // values of a head that RoPE turns: all hd, or the first ones
     float rope_base;           // of RoPE's frequencies: 10000 or more
     int rope;                  // ROPE_HALVES, ROPE_PAIRS or ROPE_NONE
@@ -119,7 +120,7 @@ typedef struct {
     bool verified;             // its logits are checked against llama.cpp's
     int norm, act;             // NORM_RMS, ...; ACT_SILU, ...
     bool limit_first;          // the gate is clamped before its activation, not after (Maple)
-    int n_loops;               // how many times n_layer counts the file's layers (Nanbeige)
+    int n_loops;               // how often the file's layers run; n_layer counts all (Nanbeige)
     bool nextn;                // the file has blocks that guess further tokens, too: not run
     bool causal;               // a token does not see later ones (Llama: true); encoders: it does
     bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
@@ -128,7 +129,6 @@ typedef struct {
     bool embd_normed;          // embeddings are normed, without weights (Muse)
     float residual_scale;      // factor of what a block adds to the stream (Granite)
     float logit_scale, logit_cap;   // factor of the logits (Granite); their soft cap (Gemma 2) or 0
-    int n_head, hd, vd;        // of layer 0: Part II derives other numbers from them
     int window;                // tokens that a query sees in windowed layers, itself included
     int span;                  // instead, it sees its own span of this many tokens (Llama 4); or 0
     int n_exact;               // up to this many tokens sparse attention sees all (DeepSeek); or 0
@@ -141,8 +141,8 @@ typedef struct {
     // positions, see Part III
     int n_rot_local;           // n_rot of windowed layers
     float rope_base_local;     // rope_base of windowed layers (Gemma 3)
-    bool local_unscaled;       // windowed layers ignore the scaling that follows, but rope_mag,
-    bool local_no_mag;         // and rope_mag
+    bool local_unscaled;       // windowed layers ignore the scaling below, except rope_mag;
+    bool local_no_mag;         // they ignore rope_mag, too
     int n_ctx_orig;            // n_ctx before the scaling
     float rope_factor, rope_mag;   // frequencies are divided by it; factor of cosines and sines
     bool yarn;                 // YaRN slows low frequencies only, see rope_scaling
@@ -157,8 +157,8 @@ typedef struct {
     int n_group, n_group_used; // experts stand in groups, of which a token uses some (DeepSeek)
     bool routed_first;         // the router reads the stream before attention (SmallThinker)
     int gating;                // GATING_SOFTMAX or GATING_SIGMOID
-    bool weights_normed;         // the weights of the chosen experts are divided by their sum
-    float weights_scale;         // factor of their weights
+    bool weights_normed;       // the weights of the chosen experts are divided by their sum
+    float weights_scale;       // factor of their weights
     float router_scale;        // factor of the router's product, if its input is normed (Gemma 4)
     bool inputs_weighed;       // an expert's weight is a factor of its input, not result (Llama 4)
     // recurrent mixers
@@ -217,7 +217,7 @@ typedef struct {
     Norm attn_norm_2, last_norm;   // [dim] after attention (JinaBERT), after the layer (Nanbeige)
     const float *out_scale;    // [1] factor of the stream after the layer (Gemma 4), or NULL
     Norm q_norm, k_norm;       // of heads, see Norm (Qwen 3); n 0: none
-    bool heads_alone;          // both have the same weights for each head: heads can be dealt out
+    bool heads_alone;          // q_norm, k_norm weigh all heads alike: threads may share these out
     Matrix attn_gate;          // [n_head or n_head * vd][dim] gates of attention, if q has none
     const float *sinks;        // [n_head] a score beside those of the keys (gpt-oss), or NULL
     float limit_ffn, limit_experts;   // of act(gate) and up (Step 3.5); 0: none
@@ -274,11 +274,9 @@ typedef struct {
 } Model;
 
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
-// A new activation goes here and into activation_of and activate (section 15), load_ffn (has it a
-// gate?), a row of ARCHS and print_info; for a GPU into NUMBERS_OF_LLM and activation of
-// kernels.metal; into reference_activation of test.c. Asserts and tests ask for what is missing.
+// of an FFN; section 15 says what else a new one needs
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI, ACT_RELU, ACT_XIELU, ACT_COUNT };
-enum { FULL, WINDOWED };   // kinds of layers: WINDOWED ones have a window of their own
+enum { FULL, WINDOWED };   // layers that see the session's window; that have one of their own
 
 // ---- 3. the types of a session ----
 
@@ -293,7 +291,7 @@ typedef struct {               // no defaults: all 0 is greedy
 } Sampling;
 
 enum { LOGIT_ROWS = 16 };      // rows of logits that are made at once: their buffer is large
-enum { FEW = 8 };   // up to FEW tokens in a call get, bit for bit, the floats that each gets alone
+enum { FEW = 8 };   // a call computes for each of up to FEW tokens the very bits that it gets alone
 
 typedef struct {               // 0: the default, here in brackets
     int window;                // tokens that a query sees, itself included (n_ctx, at most 4096)
@@ -312,7 +310,7 @@ typedef struct {
     uint16_t *v;               // [n_kv][rows][vd] f16; latent attention: v == k
     int32_t *pos;              // [rows] position in each row, -1: empty
     int rows;
-    int window, keep;          // a query sees `window` tokens, and the first `keep` ones
+    int window, keep;          // a query sees `window` tokens and the first `keep`: see plan_caches
     float *conv, *state;       // [taps-1][channels]; the recurrent state, see Part III
 } Cache;
 
@@ -333,15 +331,15 @@ typedef struct Session {
     // cached, of which `reused` were already; false stops
     bool (*on_chunk)(void *ctx, int reused, int done, int n);
     void *ctx;
-    // what forward works on, for its row functions
+    // what forward works on, for its row functions (section 4)
     const int32_t *ids;        // [n] tokens of the chunk
     int n, pos, l;             // how many; position of the first; layer
     // its buffers, for the n tokens of a chunk
     float *x;                  // [n][dim] the residual stream
     float *normed;             // [n][dim] the normed copy of x that attention or the FFN reads
-    float *out;                // [n][dim] the result of attention or the FFN
+    float *out;                // [n][dim] what attention or the FFN adds to x
     float *q, *k, *v;          // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd]
-    float *att;                // [n][n_head][vd] the result of attention (or of a mixer)
+    float *att;                // [n][n_head][vd] what heads (or a mixer) give, before the matrix o
     float *gate, *up;          // [n][ff]; of experts [rows][ff], see rows below
     float *logits;             // [LOGIT_ROWS][n_vocab]
     Candidate *candidates;     // [n_vocab] of the sampler
@@ -384,9 +382,9 @@ typedef struct Session {
 static bool tokens_room(Tokens *t, size_t n);   // makes room for n ids; false: out of memory
 static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
 
-// Memory. A plan takes buffers from an arena. place_plan runs it twice, to count and to place them.
+// Memory. A plan takes zeroed buffers from an arena. place_plan runs it twice: to count, to place.
 static void *arena_take(Arena *a, uint64_t count, uint64_t size);   // 64-byte aligned
-typedef void Plan(Session *s, Arena *a);
+typedef void Plan(Session *s, Arena *a);   // the type of a function: `static Plan f` declares f
 static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e);
 static Plan plan_scratch, plan_states;   // buffers of forward; states of recurrent layers
 static void copy_states(Session *s, float *to, const float *from);   // of recurrent layers
@@ -426,10 +424,11 @@ static void attention(Pool *p, Arena *arena, const Attention *a);
 // Rows of numbers
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 static inline float exp_fast(float x);   // e^x, relative error 1e-7; loops of it are vector code
-static float sum16(const float *x, int n, float mean, bool squares);   // of x - mean or its square
+// the sum of x[i] - mean, or of the squares of that; section 26 adds up 16 parts, as vectors do
+static float sum16(const float *x, int n, float mean, bool squares);
 static void soft_cap(float *x, size_t n, float cap);   // x = cap * tanh(x / cap)
-// Makes values v [n] finite, because Part V multiplies rows that a query does not see by 0, and
-// 0 * NaN is NaN. The row's key becomes NaN instead, which damages only the queries that see it.
+// If a value of v [n] is not finite, all become 0 and the row's key NaN: so only queries that see
+// the row are spoiled. (Part V multiplies the rows that a query does not see by 0; 0 * NaN is NaN.)
 static void cache_finite(uint16_t *v, int n, uint16_t *key);
 
 // A row function does a step of forward for row i of a chunk, or for share i of its heads. each_row
@@ -440,7 +439,7 @@ static void each_row(Session *s, RowFn *fn, const void *arg, int n);
 // -- other families: what reads s->normed and leaves its result in s->out --
 static void mix_tokens(Session *s);   // latent or recurrent, in place of attention or beside it
 static void experts(Session *s);      // in place of the FFN
-// Steps. Of those that forward always calls, only rope_scaling changes something in a Llama (3.1).
+// Steps; `more` is what one does in other families. In a Llama only rope_scaling does any (3.1).
 static void make_layer_inputs(Session *s), add_layer_input(Session *s);   // Gemma 4
 static void add_embeddings(Session *s, float *x, size_t i);   // x += those of its position, type
 static float rope_scaling(const Model *m, int kind, int window, double *freq);
@@ -489,11 +488,11 @@ static void norm(float *out, const float *x, int n, const Norm *w, int kind, flo
 
 // RoPE (arXiv 2104.09864) turns each pair of values by its angle at this position, so that the
 // product of a query and a key depends on how far apart they are. turn [n_rot]: cos, sin of each.
-// From a pair to the next it is `step` values, and the two of a pair lie `apart`.
-INLINE void turn_pairs(float *x, const float *turn, int n_rot, int step, int apart) {
+// Pairs begin `step` values after each other; the second value of one is `gap` behind its first.
+INLINE void turn_pairs(float *x, const float *turn, int n_rot, int step, int gap) {
     for (int i = 0; i < n_rot / 2; i++) {
         float cosine = turn[2 * i], sine = turn[2 * i + 1];
-        float *a = x + i * step, *b = a + apart, old = *a;
+        float *a = x + i * step, *b = a + gap, old = *a;
         *a = old * cosine - *b * sine;
         *b = old * sine + *b * cosine;
     }
@@ -535,7 +534,8 @@ static void matrix_row(const Matrix *w, int64_t r, float *out) {
 //
 // Attention and the FFN read s->normed, and leave in s->out what is added to the stream. Products
 // and attention run for all n tokens at once, the other steps token by token: a row function each.
-// What forward calls stands below it, in the order of use.
+// What forward calls stands below it, in the order of use. The name of a family behind a line says
+// for whom the line, or a factor or condition in it, is there: it changes nothing in a Llama.
 
 static RowFn embed_row, angles_row, norm_row, qkv_share, activate_row, add_row;
 static void attention_block(Session *s), attend(Session *s);
@@ -563,7 +563,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
         // SmallThinker chooses experts here
         if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
 
-        // x += attention(norm(x)): tokens look at each other
+        // x += attention(norm(x))
         if (w->n_kv || w->mixer) {   // Nemotron-H: a layer has attention or an FFN
             each_row(s, norm_row, &w->attn_norm, n);
             if (w->k_b.data || w->mixer) mix_tokens(s);   // DeepSeek; Qwen3-Next, LFM2
@@ -573,7 +573,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
             each_row(s, add, &w->attn_post_norm, n);
         }
 
-        // x += ffn(norm(x)): each token by itself
+        // x += ffn(norm(x))
         if (w->up.data) {
             if (!w->side_by_side) each_row(s, norm_row, &w->ffn_norm, n);
             if (w->router.data) experts(s);   // Mixtral
@@ -594,7 +594,7 @@ static void embed_row(Session *s, const void *arg, size_t i) {   // x = the toke
 
 // Sets freq [n_rot/2] of one kind of layers, FULL or WINDOWED: base^(-2i / n_rot) radians per
 // position for pair i. (In double: at position 100,000 a float angle is off by 0.005.) session_open
-// calls it. Returns a factor of cosines and sines: a Llama's is 1.
+// calls it with its window, by which Phi 3 scales. Returns a factor of cosines and sines, or 1.
 static float rope_frequencies(const Model *m, int kind, int window, double *freq) {
     const Config *c = &m->config;
     double base = kind == WINDOWED ? c->rope_base_local : c->rope_base;
@@ -638,7 +638,7 @@ static void attention_block(Session *s) {   // out = o * attention(q, k, v of no
     // a few tokens' heads are dealt out in n_kv shares, or threads would have no work
     if (n <= FEW && w->heads_alone) shares = w->n_kv;
     each_row(s, qkv_share, &shares, n * shares);
-    attend(s);
+    attend(s);   // the cache has all keys of the chunk now; attention_sees hides later ones
     if (gates) gate_attention(s, s->att, w->vd);
     product(s, &w->o, s->att, s->out);
 }
@@ -649,8 +649,8 @@ static int cache_row(const Cache *cache, int pos) {
     return pos < keep ? pos : keep + (pos - keep) % (cache->rows - keep);
 }
 
-// Turns queries and keys by RoPE, and writes keys and values to the cache. In prefill a call does
-// this for token i. In decode the heads of a token are dealt out in *arg equal shares, a call each.
+// Turns queries and keys by RoPE, and writes keys and values to the cache: for one of *arg equal
+// shares of a token's heads, i = token * *arg + share.
 static void qkv_share(Session *s, const void *arg, size_t i) {
     const Layer *w = &s->m->layers[s->l];
     Cache *cache = &s->cache[s->l];
@@ -724,7 +724,7 @@ static void output_logits(Session *s, int first, int n) {
 
 // ---- 7. what matmul and attention compute, in plain loops ----
 //
-// With -DLLM_PLAIN matmul and attention call these; otherwise Part V has faster ones.
+// With -DLLM_PLAIN matmul (section 33) and attention (34) call these, else faster ones of Part V.
 
 // from a token's input, or output, to the next one's
 static size_t input_step(const Matrix *w) { return w->x_step ? w->x_step : w->cols; }
@@ -801,7 +801,7 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 // A layer's KV cache is `keep` pinned rows, and a ring of rows for the window and one chunk: so
 // writing a chunk overwrites no row that one of its own queries must still see. A row stores its
 // position, and that alone decides who sees it. With 2 pinned rows, a window of 4 and a chunk of 2
-// (really FEW at least, because guesses that fall have been written, too) at position 9:
+// (it counts as FEW at least, because rejected guesses have been written, too) at position 9:
 //
 //   row    0 1 | 2 3 4 5 6 7      8 and 9 have taken the rows of 2 and 3. Query 9 sees 6 to 9, and
 //   pos    0 1 | 8 9 4 5 6 7      0 and 1: models lean on the first tokens (arXiv 2309.17453)
@@ -822,7 +822,7 @@ static void plan_caches(Session *s, Arena *a) {   // a plan: places every cache
         }
         bool own = w->window && w->window < s->o.window;   // the smaller window counts
         cache->window = own ? w->window : s->o.window;
-        cache->keep = own ? 0 : s->o.keep;   // others were trained without the first tokens
+        cache->keep = own ? 0 : s->o.keep;   // it was trained without the first tokens in sight
         cache->rows = cache->keep + cache->window + larger(s->o.chunk, FEW);
         uint64_t rows = (uint64_t)w->n_kv * cache->rows;
         cache->k = arena_take(a, rows, w->hd * sizeof *cache->k);
@@ -878,7 +878,7 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     if (!place_plan(s, plan_caches, &s->kv, "KV cache; try a smaller -c", e) ||
         !place_plan(s, plan_scratch, &s->scratch, "scratch; try a smaller -b", e))
         return false;
-    session_truncate(s, 0);   // marks every row empty
+    session_truncate(s, 0);   // memory is 0, so each row claims position 0: marks them empty
     for (int kind = FULL; kind <= WINDOWED; kind++)
         s->rope_mag[kind] = rope_frequencies(m, kind, s->o.window, s->freq[kind]);
     alibi_slopes(s->slopes, c->n_head, c->alibi);   // BLOOM
@@ -896,7 +896,7 @@ typedef struct {
     bool hidden;   // for an embedding: a row is the token's normed residual stream [dim]
     OnRow *fn;
     void *ctx;
-    bool exact;    // any NaN makes a row an error, as if hidden; else only a row of nothing but NaN
+    bool exact;    // one NaN makes a row an error (always if hidden); else only all NaN do
     int guesses;   // the last tokens that are only guessed: their rows are not checked
 } Request;
 
@@ -907,13 +907,13 @@ static int chunk_size(const Session *s, int pos, int left, bool snapshot);
 
 // Evaluates a text chunk by chunk, reusing what the caches hold.
 static bool session_run(Session *s, Request r, Error *e) {
-    bool in_history = r.ids == s->history.id;   // the text of session_generate, which may move
+    bool in_history = r.ids == s->history.id;   // session_generate's text: realloc may move it
     int known = in_history ? s->history.n : 0;
     if (!check_ids(s, r.ids, r.n, known, e)) return false;
     if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
     if (in_history) r.ids = s->history.id;
     int reused = session_reuse(s, &r, known), n;   // n: of the chunk
-    // recurrent models: to return to when the next prompt begins like this one
+    // recurrent models save their states, to return to if the next prompt begins like this one
     bool snapshot = s->n_recurrent && !in_history && r.n - (int)s->history.n > 1;
     for (int p = reused; p < r.n; p += n) {
         n = chunk_size(s, p, r.n - p, snapshot);
@@ -1015,6 +1015,7 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 // penalty) and of suppressed ids. Then ids with their logits become candidates. Temperature, top-k,
 // top-p and min-p change, sort or drop candidates, and one of the rest is drawn; at temperature 0
 // the best. (llama.cpp's temperature comes last; here top-p and min-p see probabilities after it.)
+// Section 39 says where a new stage goes.
 
 // Part V sorts: sort_top brings the k best of c [n] to the front, in order; sort_share as many as
 // it takes for their weights (exp(logit - best)) to reach `sum`. sample_candidates makes candidates
@@ -1023,7 +1024,7 @@ static void sort_top(Candidate *c, size_t n, size_t k);
 static void sort_share(Candidate *c, size_t n, double sum);
 static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k);
 
-static void sample_begin(float *l, const float *logits, size_t n) {   // NaN never wins
+static void sample_begin(float *l, const float *logits, size_t n) {   // a copy; NaN never wins
     for (size_t i = 0; i < n; i++) l[i] = isnan(logits[i]) ? -INFINITY : logits[i];
 }
 
@@ -2736,6 +2737,11 @@ static void clamp(float *x, int64_t n, float limit) {
     if (limit <= 0) return;
     for (int64_t i = 0; i < n; i++) x[i] = within(x[i], limit);
 }
+
+// An activation has its place in the enum of section 2, in activation_of and activate (or, with
+// numbers of its own, activate_more), in load_ffn and load_experts (does it have a gate?), a row of
+// ARCHS and print_info; for a GPU in NUMBERS_OF_LLM and activation of kernels.metal; in
+// reference_activation of test.c. Asserts and tests ask for what is missing.
 
 // Returns x * sigmoid(z), where z is x in SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) in GELU.
 INLINE float activation_of(float x, int act) {
@@ -8455,7 +8461,7 @@ static const Option OPTIONS[] = {
     {"--render", SWITCH, AT(render), 0, 0, "print what the model would see, and exit"},
     {"-n N", INTEGER, AT(n_predict), -1, INT_MAX, "tokens to generate (256); -1 (chats): no limit"},
     {"-c N", INTEGER, AT(o.window), 1, INT_MAX, "attention window (4096, at most the model's)"},
-    {"-b N", INTEGER, AT(o.chunk), 1, 1 << 20, "tokens of a prefill chunk (512; NVIDIA: 2048 if they fit)"},
+    {"-b N", INTEGER, AT(o.chunk), 1, 1 << 20, "tokens of a prefill chunk (512; NVIDIA to 2048)"},
     {"-t N", INTEGER, AT(o.threads), 1, 1024, "CPU threads (the CPUs this process may run on)"},
     {"--temp T", NUMBER, PICK(temp), -FLT_MAX, FLT_MAX, "temperature (0.8); 0 is greedy"},
     {"--top-k K", INTEGER, PICK(top_k), 0, INT_MAX, "the K likeliest tokens only (40); 0 all"},
