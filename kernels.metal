@@ -264,11 +264,10 @@ enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see g
     X(ACT_XIELU, 5) X(ACT_COUNT, 6) X(ROPE_HALVES, 0) X(ROPE_PAIRS, 1) X(ROPE_NONE, 2) X(FEW, 8)
 #ifdef METAL_HOST
 #define NUMBER(name, value) _Static_assert((int)name == value, "llm.c has another number");
-NUMBERS_OF_LLM(NUMBER)
 #else
 #define NUMBER(name, value) enum { name = value };
-NUMBERS_OF_LLM(NUMBER)
 #endif
+NUMBERS_OF_LLM(NUMBER)
 
 // metal.c sets these constants when it makes a pipeline: the compiler decides every `if` on them.
 #define FUNCTION_CONSTANTS(X) \

@@ -4,7 +4,7 @@
 //
 //   ./llm model.gguf "Once upon a time"          cc -O3 -march=native llm.c -lm -lpthread
 //
-// Part I is the model and the first sitting: how tokens become logits, and logits the next token,
+// Part I is the model: how tokens become logits, and logits the next token,
 // in plain C. It has what a Llama needs; other families add a branch or a call into Part III. It
 // declares what the other parts provide, and defines the two large operations, matrix product and
 // attention, in plain loops: with -DLLM_PLAIN every model runs on these alone.
@@ -23,7 +23,7 @@
 // (one conversation), w weights (a Layer, a Matrix, a Norm), e an Error. In ops n is the width of a
 // row; in the sampler c is the candidates and l logits; Part IV has other names. Shapes stand
 // outermost first: x [n][dim] is n rows of dim floats, and a row of a chunk is a token's. The KV
-// cache holds the keys and values of earlier tokens, because each is made only once.
+// cache holds the keys and values of earlier tokens, so that each is made only once.
 //
 // As a library: #define LLM_NO_MAIN, #include "llm.c" before any other header. A program calls
 //
@@ -35,16 +35,17 @@
 //       in this order, also after a failed open; a zeroed struct is fine
 //   const float *session_eval(Session *, ids, n, Error *)
 //       returns the logits, a score for each id that may come next, valid until the next call;
-//       NULL: an error. ids is the whole text so far; what the cache holds of it is not run again
+//       NULL: an error. ids is the whole text so far; of what the cache holds of it only the last
+//       id may run again
 //   int32_t session_sample(Session *, logits)
 //       draws the next id, as Options.sampling says
 //   bool session_generate(Session *, ids, n, n_predict, OnToken, Error *)
 //       evaluates ids, and hands out one id after the other of what follows them
 //   tokens_add, tokenize, detokenize, template_render: see Part IV
 //
-// Only Part VI calls exit. Only Part VI prints, except that metal.c shows the progress of loading
-// on a terminal and says on stderr why a GPU fails. A call takes less than 512 KB of stack.
-#define _GNU_SOURCE   // Linux: memmem (GGUF, templates), strcasestr (tokenizer), sched_getaffinity
+// Only Part VI calls exit. Only Part VI prints, except that the progress of loading onto a GPU is
+// shown on a terminal, and why a GPU fails on stderr. A call takes less than 512 KB of stack.
+#define _GNU_SOURCE   // Linux: memmem (templates, modes), strcasestr (tokenizer), sched_getaffinity
 #define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32 bits
 #include <assert.h>
 #include <float.h>
@@ -84,8 +85,8 @@ __attribute__((format(printf, 2, 3))) static bool fail(Error *e, const char *for
 }
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
-static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }    // of sizes
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }      // of counts
+static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 typedef struct { uint8_t *base; size_t size; } Map;   // bytes: a mapped file, or memory
 // one block of memory, of which buffers are pieces (see section 23); in bytes
@@ -99,7 +100,7 @@ typedef struct { int32_t *id; size_t n, room; } Tokens;   // a list of ids that 
 // the first layer and after the last. Part II fills them from a file, and checks all that Part I
 // relies on. Each type begins with what a Llama has; on a first reading stop at "other families".
 // What is below that line changes nothing in a Llama: rotated, heads_alone and causal are true, a
-// layer's source is itself, factors are 1, all else is 0, NULL or the first of its kind (ACT_SILU).
+// layer's source is itself, factors that a Llama meets are 1, and nearly all else is 0 or NULL.
 
 enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };   // pairs (i, i + n_rot/2); (2i, 2i + 1): GGUF's Llama
 
@@ -108,7 +109,7 @@ typedef struct {
     int dim;                   // width of the residual stream
     int n_vocab;               // token ids that have a logit
     int n_ctx;                 // tokens of the longest text in training
-    int n_head, hd, vd;        // of layer 0, see Layer: Part II derives other numbers from them
+    int n_head, hd, vd;        // layer 0's, see Layer; Part II derives others from them
     int n_rot;                 // values of a head that RoPE turns: all hd, or the first ones
     float rope_base;           // of RoPE's frequencies: 10000 or more
     int rope;                  // ROPE_HALVES, ROPE_PAIRS or ROPE_NONE
@@ -122,7 +123,7 @@ typedef struct {
     bool limit_first;          // the gate is clamped before its activation, not after (Maple)
     int n_loops;               // how often the file's layers run; n_layer counts all (Nanbeige)
     bool nextn;                // the file has blocks that guess further tokens, too: not run
-    bool causal;               // a token does not see later ones (Llama: true); encoders: it does
+    bool causal;               // a token does not see later ones; false in encoders
     bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
     int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
     float embd_scale;          // factor of the embeddings (Gemma)
@@ -255,7 +256,7 @@ typedef struct {
     Layer *layers;             // [n_layer]
     Norm out_norm;             // [dim]
     Matrix output;             // [n_vocab][dim]; it may be embd
-    const float *freqs;        // [n_rot/2] divisors of RoPE's frequencies (Llama 3.1), or NULL
+    const float *freqs;        // [n_rot/2] what divides RoPE's frequencies (Llama 3.1), or NULL
     // the file
     struct Gguf *gguf;
     struct Tokenizer *tokenizer;   // see Part IV
@@ -274,7 +275,6 @@ typedef struct {
 } Model;
 
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
-// of an FFN; section 15 says what else a new one needs
 enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI, ACT_RELU, ACT_XIELU, ACT_COUNT };
 enum { FULL, WINDOWED };   // layers that see the session's window; that have one of their own
 
@@ -291,11 +291,11 @@ typedef struct {               // no defaults: all 0 is greedy
 } Sampling;
 
 enum { LOGIT_ROWS = 16 };      // rows of logits that are made at once: their buffer is large
-enum { FEW = 8 };   // a call computes for each of up to FEW tokens the very bits that it gets alone
+enum { FEW = 8 };   // in a call of at most FEW tokens each gets the same bits as alone
 
 typedef struct {               // 0: the default, here in brackets
     int window;                // tokens that a query sees, itself included (n_ctx, at most 4096)
-    int keep;                  // the first `keep` tokens stay in sight of FULL layers (0)
+    int keep;                  // the first `keep` tokens stay in sight of layers with it (0)
     int chunk;                 // tokens of the prompt that run at once (512; on a GPU more)
     int threads;               // (all CPUs)
     int draft;                 // most tokens that are guessed at once, at most FEW - 1 (0: none)
@@ -334,7 +334,7 @@ typedef struct Session {
     // what forward works on, for its row functions (section 4)
     const int32_t *ids;        // [n] tokens of the chunk
     int n, pos, l;             // how many; position of the first; layer
-    // its buffers, for the n tokens of a chunk
+    // its buffers, for the n tokens of a chunk; some share their bytes
     float *x;                  // [n][dim] the residual stream
     float *normed;             // [n][dim] the normed copy of x that attention or the FFN reads
     float *out;                // [n][dim] what attention or the FFN adds to x
@@ -379,10 +379,11 @@ typedef struct Session {
 //
 // Part I knows the other parts by these prototypes. Those of other families can wait.
 
-static bool tokens_room(Tokens *t, size_t n);   // makes room for n ids; false: out of memory
+static bool tokens_room(Tokens *t, size_t n);   // room for n ids in all; false: out of memory
 static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
 
 // Memory. A plan takes zeroed buffers from an arena. place_plan runs it twice: to count, to place.
+// For op_scratch forward itself runs dry: matmul and attention only count, each_row does nothing.
 static void *arena_take(Arena *a, uint64_t count, uint64_t size);   // 64-byte aligned
 typedef void Plan(Session *s, Arena *a);   // the type of a function: `static Plan f` declares f
 static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e);
@@ -401,7 +402,7 @@ static void parallel(Pool *p, TaskFn *fn, void *ctx, int n);
 
 // A matrix product of n tokens, out [n][rows] = scale * x [n][cols] * transposed w + bias, which
 // plain_matmul defines. matmul runs k <= MAX_JOBS of them at the same time. It takes scratch from
-// the arena and gives it back. If the arena only counts, matmul computes nothing.
+// the arena and gives it back.
 enum { MAX_JOBS = 64 };
 typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
 static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
@@ -423,25 +424,27 @@ static void attention(Pool *p, Arena *arena, const Attention *a);
 
 // Rows of numbers
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
-static inline float exp_fast(float x);   // e^x, relative error 1e-7; loops of it are vector code
+static inline float exp_fast(float x);   // e^x; relative error 1e-7, and 0 below -87.7
 // the sum of x[i] - mean, or of the squares of that; section 26 adds up 16 parts, as vectors do
 static float sum16(const float *x, int n, float mean, bool squares);
 static void soft_cap(float *x, size_t n, float cap);   // x = cap * tanh(x / cap)
-// If a value of v [n] is not finite, all become 0 and the row's key NaN: so only queries that see
-// the row are spoiled. (Part V multiplies the rows that a query does not see by 0; 0 * NaN is NaN.)
+// Values of v [n] that are not finite become 0, and the row's key NaN: so only queries that see it
+// are spoiled. (Part V multiplies the rows that a query does not see by 0; 0 * NaN is NaN.)
 static void cache_finite(uint16_t *v, int n, uint16_t *key);
 
-// A row function does a step of forward for row i of a chunk, or for share i of its heads. each_row
-// calls one for i = 0 .. n-1, on all threads.
+// A row function does a step of forward for row i of a chunk, or for a share of a row's heads.
+// each_row calls one for i = 0 .. n-1, on all threads.
 typedef void RowFn(Session *s, const void *arg, size_t i);
 static void each_row(Session *s, RowFn *fn, const void *arg, int n);
+static const float *hidden_rows(Session *s, int first, int n);   // norm(x) of n rows (--embed)
+static bool generate_guessing(Session *s, const int32_t *ids, int n, int most, OnToken f, Error *e);
 
 // -- other families: what reads s->normed and leaves its result in s->out --
 static void mix_tokens(Session *s);   // latent or recurrent, in place of attention or beside it
 static void experts(Session *s);      // in place of the FFN
-// Steps; `more` is what one does in other families. In a Llama only rope_scaling does any (3.1).
+// Steps of other families; rope_scaling also serves Llama 3.1
 static void make_layer_inputs(Session *s), add_layer_input(Session *s);   // Gemma 4
-static void add_embeddings(Session *s, float *x, size_t i);   // x += those of its position, type
+static void add_embeddings(Session *s, float *x, size_t i);   // position, type, norm
 static float rope_scaling(const Model *m, int kind, int window, double *freq);
 static void alibi_slopes(float *slope, int n_head, float max_bias);
 static void before_rope(const Session *s, float *q, int n_head, float *k, float *v, int n_kv);
@@ -452,14 +455,12 @@ static void project_more(Session *s), gate_attention(Session *s, float *x, int w
 struct Ffn;
 static void activate_more(const Session *s, const struct Ffn *f, float *gate, float *up);
 static RowFn add_more_row;
-static const float *hidden_rows(Session *s, int first, int n);   // norm(x) of n rows
 static bool check_more(const Session *s, int n, Error *e);   // can the model run n tokens?
-static bool generate_guessing(Session *s, const int32_t *ids, int n, int most, OnToken f, Error *e);
 
 // A GPU (metal.c) runs the whole model on a Session's buffers. False: there is none, or it failed,
 // and the CPU does the work. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row
 // `first` on; gpu_logits makes further ones.
-static int gpu_chunk(Session *s);    // finds one, sets s->gpu; its default chunk, 0: there is none
+static int gpu_chunk(Session *s);    // finds a GPU, sets s->gpu; returns its default chunk, or 0
 static void gpu_open(Session *s), gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
@@ -488,7 +489,7 @@ static void norm(float *out, const float *x, int n, const Norm *w, int kind, flo
 
 // RoPE (arXiv 2104.09864) turns each pair of values by its angle at this position, so that the
 // product of a query and a key depends on how far apart they are. turn [n_rot]: cos, sin of each.
-// Pairs begin `step` values after each other; the second value of one is `gap` behind its first.
+// Pair i begins at i * step; its second value is `gap` after the first.
 INLINE void turn_pairs(float *x, const float *turn, int n_rot, int step, int gap) {
     for (int i = 0; i < n_rot / 2; i++) {
         float cosine = turn[2 * i], sine = turn[2 * i + 1];
@@ -534,15 +535,14 @@ static void matrix_row(const Matrix *w, int64_t r, float *out) {
 //
 // Attention and the FFN read s->normed, and leave in s->out what is added to the stream. Products
 // and attention run for all n tokens at once, the other steps token by token: a row function each.
-// What forward calls stands below it, in the order of use. The name of a family behind a line says
-// for whom the line, or a factor or condition in it, is there: it changes nothing in a Llama.
+// What forward calls stands below it, in the order of use. A family's name beside a line says for
+// whom the line, or a factor or condition in it, is there: it changes nothing in a Llama.
 
 static RowFn embed_row, angles_row, norm_row, qkv_share, activate_row, add_row;
 static void attention_block(Session *s), attend(Session *s);
 typedef struct Ffn { const Matrix *gate, *up, *down; float limit; } Ffn;
 static void ffn(Session *s, const Ffn *f, float *out);
 
-// out [n][rows] = x [n][cols] * transposed w
 static void product(Session *s, const Matrix *w, const float *x, float *out) {
     matmul(s->pool, &s->op_scratch, &(Matmul){w, x, out, s->n}, 1);
 }
@@ -589,18 +589,7 @@ static void embed_row(Session *s, const void *arg, size_t i) {   // x = the toke
     float *x = s->x + i * m->config.dim;
     matrix_row(&m->embd, s->ids[i], x);
     scale(x, m->config.dim, m->config.embd_scale);   // Gemma
-    add_embeddings(s, x, i);                         // GPT-2, BERT
-}
-
-// Sets freq [n_rot/2] of one kind of layers, FULL or WINDOWED: base^(-2i / n_rot) radians per
-// position for pair i. (In double: at position 100,000 a float angle is off by 0.005.) session_open
-// calls it with its window, by which Phi 3 scales. Returns a factor of cosines and sines, or 1.
-static float rope_frequencies(const Model *m, int kind, int window, double *freq) {
-    const Config *c = &m->config;
-    double base = kind == WINDOWED ? c->rope_base_local : c->rope_base;
-    int n_rot = kind == WINDOWED ? c->n_rot_local : c->n_rot;
-    for (int i = 0; i < n_rot / 2; i++) freq[i] = pow(base, -2.0 * i / n_rot);
-    return rope_scaling(m, kind, window, freq);
+    add_embeddings(s, x, i);                         // GPT-2, BERT, BLOOM
 }
 
 // the cosines and sines of a token's position, for FULL layers and for WINDOWED ones
@@ -621,8 +610,7 @@ static void norm_row(Session *s, const void *arg, size_t i) {   // normed = norm
     const Config *c = &s->m->config;
     const Norm *w = arg;
     float *x = s->x + i * c->dim, *to = s->normed + i * c->dim;
-    bool none = !w->w && c->norm != NORM_BARE;   // OLMo 2 norms results instead
-    if (none) memcpy(to, x, c->dim * sizeof *to);
+    if (!w->w && c->norm != NORM_BARE) memcpy(to, x, c->dim * sizeof *to);   // OLMo 2
     else norm(to, x, c->dim, w, c->norm, c->eps);
 }
 
@@ -635,7 +623,7 @@ static void attention_block(Session *s) {   // out = o * attention(q, k, v of no
                     {&w->v, s->normed, s->v, n}};
     if (gates || !w->k.rows) project_more(s);
     else matmul(s->pool, &s->op_scratch, qkv, 3);
-    // a few tokens' heads are dealt out in n_kv shares, or threads would have no work
+    // a few tokens' heads are split into n_kv shares, so that all threads have work
     if (n <= FEW && w->heads_alone) shares = w->n_kv;
     each_row(s, qkv_share, &shares, n * shares);
     attend(s);   // the cache has all keys of the chunk now; attention_sees hides later ones
@@ -723,10 +711,7 @@ static void output_logits(Session *s, int first, int n) {
 }
 
 // ---- 7. what matmul and attention compute, in plain loops ----
-//
-// With -DLLM_PLAIN matmul (section 33) and attention (34) call these, else faster ones of Part V.
 
-// from a token's input, or output, to the next one's
 static size_t input_step(const Matrix *w) { return w->x_step ? w->x_step : w->cols; }
 static size_t output_step(const Matrix *w) { return w->out_step ? w->out_step : w->rows; }
 
@@ -749,8 +734,8 @@ static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) 
 
 // Does a query see a key? Both are positions. A query sees a window that ends with itself, and the
 // first `keep` keys; in an encoder `ahead` later keys, too. It sees nothing before span_start (0
-// except in Llama 4): so never the key -1 of an empty row. The function has bits and no branches,
-// because Part V's loops over keys are vector code.
+// except in Llama 4): so never the key -1 of an empty row. It has bits and no branches, because
+// Part V's loops over keys are vector code.
 static inline int attention_sees(const Attention *a, int query, int key) {
     int near = (query - key < a->window) | (key < a->keep);
     return (key >= a->span_start) & (key - query <= a->ahead) & near;
@@ -787,7 +772,7 @@ static void plain_head(const Attention *a, int i, int h, float *score) {
         for (int j = 0; j < a->vd; j++) out[j] += weight * quant_f16_to_f32(v[j]);
     }
     if (a->sinks) sum += expf(a->sinks[h] - top);   // gpt-oss: one more score, without a value
-    if (sum == 0) return;                           // no key in sight: out stays 0
+    if (sum == 0) return;                           // all scores are -inf: out stays 0
     for (int j = 0; j < a->vd; j++) out[j] /= sum;
 }
 
@@ -800,8 +785,8 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 //
 // A layer's KV cache is `keep` pinned rows, and a ring of rows for the window and one chunk: so
 // writing a chunk overwrites no row that one of its own queries must still see. A row stores its
-// position, and that alone decides who sees it. With 2 pinned rows, a window of 4 and a chunk of 2
-// (it counts as FEW at least, because rejected guesses have been written, too) at position 9:
+// position, and that alone decides who sees it. With 2 pinned rows, a window of 4 and a chunk of 2,
+// were FEW 2, at position 9:
 //
 //   row    0 1 | 2 3 4 5 6 7      8 and 9 have taken the rows of 2 and 3. Query 9 sees 6 to 9, and
 //   pos    0 1 | 8 9 4 5 6 7      0 and 1: models lean on the first tokens (arXiv 2309.17453)
@@ -822,7 +807,8 @@ static void plan_caches(Session *s, Arena *a) {   // a plan: places every cache
         }
         bool own = w->window && w->window < s->o.window;   // the smaller window counts
         cache->window = own ? w->window : s->o.window;
-        cache->keep = own ? 0 : s->o.keep;   // it was trained without the first tokens in sight
+        cache->keep = own ? 0 : s->o.keep;   // such layers were trained without the first tokens
+        // FEW, because rejected guesses were written, too
         cache->rows = cache->keep + cache->window + larger(s->o.chunk, FEW);
         uint64_t rows = (uint64_t)w->n_kv * cache->rows;
         cache->k = arena_take(a, rows, w->hd * sizeof *cache->k);
@@ -857,6 +843,17 @@ void session_close(Session *s) {
     free(s->cache);
     free(s->history.id);
     *s = (Session){0};
+}
+
+// Sets freq [n_rot/2] of one kind of layers, FULL or WINDOWED: base^(-2i / n_rot) radians per
+// position for pair i. (In double: at position 100,000 a float angle is off by 0.005.) window: the
+// session's (Phi 3). Returns a factor of the cosines and sines, 1 in a Llama.
+static float rope_frequencies(const Model *m, int kind, int window, double *freq) {
+    const Config *c = &m->config;
+    double base = kind == WINDOWED ? c->rope_base_local : c->rope_base;
+    int n_rot = kind == WINDOWED ? c->n_rot_local : c->n_rot;
+    for (int i = 0; i < n_rot / 2; i++) freq[i] = pow(base, -2.0 * i / n_rot);
+    return rope_scaling(m, kind, window, freq);
 }
 
 bool session_open(Session *s, const Model *m, Options o, Error *e) {
@@ -923,7 +920,7 @@ static bool session_run(Session *s, Request r, Error *e) {
         }
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
         int first = r.from > p ? smaller(r.from - p, n) : 0;   // the chunk's first row for r.fn
-        bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);   // n: no logits
+        bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);   // from n on: none
         if (!gpu) forward(s, r.ids + p, n, p);
         memmove(s->history.id + p, r.ids + p, n * sizeof *r.ids);
         s->history.n = p + n;
@@ -938,7 +935,7 @@ const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
     return session_run(s, last, e) ? s->logits : NULL;
 }
 
-// Can ids [n] be evaluated? The first `known` ones have been.
+// Can ids [n] be evaluated? The first `known` ones were checked.
 static bool check_ids(const Session *s, const int32_t *ids, int n, int known, Error *e) {
     if (n < 1) return fail(e, "nothing to evaluate: no tokens");
     for (int i = known; i < n; i++)
@@ -950,7 +947,7 @@ static bool check_ids(const Session *s, const int32_t *ids, int n, int known, Er
 
 // Cuts the caches back to the longest prefix of the text that can be reused, and returns where
 // evaluation goes on, at r->from or before: rows from there on must be made. The first `known` ids
-// are the history's.
+// equal the history's.
 //
 //   decode          the text is the history and one more token: there is nothing to cut
 //   prefix reuse    both begin alike: the history is cut back to where they differ
@@ -997,7 +994,7 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
     for (int i = first; i < n; i += LOGIT_ROWS, gpu = false) {
         int rows = smaller(n - i, LOGIT_ROWS);
         const float *row = s->logits;
-        if (r->hidden) row = hidden_rows(s, i, rows);   // BERT
+        if (r->hidden) row = hidden_rows(s, i, rows);   // --embed
         else if (!gpu && !gpu_logits(s, i, rows)) output_logits(s, i, rows);
         for (int k = 0; k < rows; k++, row += width) {
             int token = pos + i + k;
@@ -1015,7 +1012,6 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 // penalty) and of suppressed ids. Then ids with their logits become candidates. Temperature, top-k,
 // top-p and min-p change, sort or drop candidates, and one of the rest is drawn; at temperature 0
 // the best. (llama.cpp's temperature comes last; here top-p and min-p see probabilities after it.)
-// Section 39 says where a new stage goes.
 
 // Part V sorts: sort_top brings the k best of c [n] to the front, in order; sort_share as many as
 // it takes for their weights (exp(logit - best)) to reach `sum`. sample_candidates makes candidates
@@ -1133,8 +1129,7 @@ int32_t session_sample(Session *s, const float *logits) {
 // behind the session's history, and evaluated as the end of that text to get the next one.
 bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnToken on_token,
                       Error *e) {
-    // the same text in fewer passes, see section 40 in Part V
-    if (s->o.draft > 0) return generate_guessing(s, ids, n, n_predict, on_token, e);
+    if (s->o.draft > 0) return generate_guessing(s, ids, n, n_predict, on_token, e);   // section 40
     int made = 0;
     do {
         const float *logits = session_eval(s, ids, n, e);
@@ -6599,7 +6594,8 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
 #else
 enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };
 INLINE vi dot_bytes(vi sum, vi w, vi x) {
-    for (int i = 0; i < 4 * LANES; i++) sum[i / 4] += ((vb)w)[i] * ((vb)x)[i];
+    UNROLL for (int left = 24; left >= 0; left -= 8)   // >> 24 leaves a byte with its sign
+        sum += (w << left >> 24) * (x << left >> 24);
     return sum;
 }
 #endif
