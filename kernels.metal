@@ -45,7 +45,7 @@
 // only if all loops over it have a constant count, and what it is passed to is QUANT_INLINE.
 //
 // To add a kernel: write the CPU's function in llm.c, the kernel here, its arguments and sizes
-// under "arguments" and its dispatch in metal.c, then add one line to KERNEL_TESTS in test.c.
+// under "arguments" and its dispatch in metal.c, then its test as the top of test.c says.
 #ifdef __CUDACC__
 // Metal's types and functions, defined in CUDA C++. A SIMD-group is a warp.
 typedef signed char int8_t;

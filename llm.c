@@ -8124,10 +8124,11 @@ static UNUSED double gpu_bytes(const Session *s) { return 0; }
 
 // ---- 39. candidates of the sampler ----
 //
-// To add a stage, write it like those of section 9. If it changes logits by id, or needs
-// all of them, call it in session_sample, else in sample, where only about top-k candidates are
-// left. Give it a field at the end of Sampling and, in Part VI, a default in main, a row of OPTIONS
-// and, if files may ask for it, one in sampling_defaults. Then add a line to test.c.
+// To add a stage, write it like those of section 9. If it changes logits by id, or needs all of
+// them, call it in session_sample, else in sample, where only about top-k candidates are left. Give
+// it a field at the end of Sampling, in which 0 is off, and in Part VI a default in main, a row of
+// OPTIONS and, if files may ask for it, one in sampling_defaults and print_file's keys. Then add a
+// line to test_sampler_stages of test.c; the README has the order of stages.
 
 static int best_first(const void *a, const void *b) {   // ties: the lower id
     const Candidate *x = a, *y = b;
@@ -8441,8 +8442,8 @@ typedef struct {
 } Option;
 
 // To add an option: a field in Cli or Options, a row of the kind that the field's type has, the
-// default in main, in parse_options what it does not go with; a mode has its place in run, too.
-// test.c allows --help as many lines as a screen has.
+// default in main, in check_options what it does not go with; a mode has its place there and in
+// run. --help has all the lines that test.c allows: two options share one, or the limit changes.
 #define AT(field) offsetof(Cli, field)
 #define PICK(field) offsetof(Cli, o.sampling.field)
 static const Option OPTIONS[] = {
@@ -8455,8 +8456,8 @@ static const Option OPTIONS[] = {
     {"--think on|off", TEXT, AT(think), 0, 0, "thoughts or none, where the template has a switch"},
     {"--template FILE", TEXT, AT(template_file), 0, 0, "a chat template in place of the model's"},
     {"--render", SWITCH, AT(render), 0, 0, "print what the model would see, and exit"},
-    {"-n N", INTEGER, AT(n_predict), -1, INT_MAX, "tokens to generate (256); -1 (chats): no limit"},
-    {"-c N", INTEGER, AT(o.window), 1, INT_MAX, "attention window (4096, at most the model's)"},
+    {"-n N", INTEGER, AT(n_predict), -1, INT_MAX, "tokens to generate (256; chats -1: no limit)"},
+    {"-c N", INTEGER, AT(o.window), 1, INT_MAX, "attention window (the model's, at most 4096)"},
     {"-b N", INTEGER, AT(o.chunk), 1, 1 << 20, "tokens of a prefill chunk (512; NVIDIA to 2048)"},
     {"-t N", INTEGER, AT(o.threads), 1, 1024, "CPU threads (the CPUs this process may run on)"},
     {"--temp T", NUMBER, PICK(temp), -FLT_MAX, FLT_MAX, "temperature (0.8); 0 is greedy"},
@@ -8466,7 +8467,7 @@ static const Option OPTIONS[] = {
     {"--repeat-penalty R", NUMBER, PICK(repeat_penalty), FLT_MIN, FLT_MAX, "recent tokens; 1: off"},
     {"--repeat-last-n N", INTEGER, PICK(repeat_last_n), -1, INT_MAX, "how recent (64); -1: all"},
     {"--seed S", SEED, PICK(seed), 0, 0x1p64, "same seed, same text (from the clock)"},
-    {"--keep N", INTEGER, AT(o.keep), 0, INT_MAX, "pin the first N tokens in the window"},
+    {"--keep N", INTEGER, AT(o.keep), 0, INT_MAX, "keep the first N tokens in sight, too"},
     {"--draft N", INTEGER, AT(o.draft), 0, FEW - 1, "most tokens guessed at once (7); 0: none"},
     {"--special", SWITCH, AT(special), 0, 0, "parse special tokens in PROMPT"},
     {"--no-display-prompt", SWITCH, AT(hide_prompt), 0, 0, "print the continuation alone"},
@@ -8530,6 +8531,9 @@ static bool parse_value(Cli *cli, const Option *o, const char *text) {
 
 // Stores the option argv[*i]. If it takes a value, *i becomes that one's place.
 static bool read_option(Cli *cli, char **argv, int *i) {
+    static const char *const what[] = {
+        [NUMBER] = "a number", [INTEGER] = "a whole number", [SEED] = "a whole number",
+        [LIST] = "whole numbers and commas", [PAIR] = "two whole numbers and a comma"};
     const char *name = argv[*i], *value = argv[*i + 1];
     const Option *o = OPTIONS, *end = OPTIONS + COUNT(OPTIONS);
     size_t n = strlen(name);
@@ -8542,8 +8546,8 @@ static bool read_option(Cli *cli, char **argv, int *i) {
     if (parse_value(cli, o, value)) return true;
     cli->failure = cli->e.text[0] ? 1 : 2;   // 1: out of memory
     return cli->failure == 2 &&
-           fail(&cli->e, "%s: expected %s from %.10g to %.10g, not '%s'", o->usage,
-                o->kind == NUMBER ? "a number" : "whole numbers", o->low, o->high, value);
+           fail(&cli->e, "%s: expected %s from %.10g to %.10g, not '%s'", o->usage, what[o->kind],
+                o->low, o->high, value);
 }
 
 static bool uses_template(const Cli *cli) { return cli->chat || cli->answer_once || cli->render; }
@@ -8571,7 +8575,7 @@ static bool check_options(Cli *cli, int prompts) {
         return fail(&cli->e, "--system, --think and --template are for -i, --chat and --render");
     if (uses_template(cli) && cli->ids.id)
         return fail(&cli->e, "-i, --chat and --render take text, not --tokens");
-    if (prompts > 1) return fail(&cli->e, "two prompts: give PROMPT, -p, -f, --tokens or --ppl");
+    if (prompts > 1) return fail(&cli->e, "two prompts: give \"PROMPT\", -p, -f, --tokens or --ppl");
     if (!cli->model) return fail(&cli->e, "no MODEL.gguf given; see --help");
     return prompts || cli->chat || cli->render || measures ||
            fail(&cli->e, "no PROMPT given; -f - reads it from standard input; see --help");
@@ -9184,8 +9188,8 @@ static void print_notes(const Cli *cli) {
     if (cli->gpu && s->m && !s->gpu)
         fprintf(stderr, "note: --gpu %s: the model ran on the CPU\n", cli->gpu);
     if (s->m && cli->o.keep >= window)
-        fprintf(stderr, "note: --keep %d: as many tokens as the window has, or more, stay in sight "
-                "beside its %d\n", cli->o.keep, window);
+        fprintf(stderr, "note: --keep %d pins as many tokens as the window of %d has, or more\n",
+                cli->o.keep, window);
     if (s->m && cli->o.window > window)
         fprintf(stderr, "note: -c %d: beyond that this model chooses what it attends to, which the "
                 "engine does not know\n", window);
@@ -9549,7 +9553,7 @@ static bool run(Cli *cli) {
         return false;
     if (cli->chat_by_default && !cli->template.n) {
         cli->failure = 2;
-        return fail(&cli->e, "no PROMPT given; see --help");
+        return fail(&cli->e, "no PROMPT given, and the model has no chat template; see --help");
     }
     if (!load_prompt(cli)) return false;
     if (cli->render) return true;   // load_prompt has printed it

@@ -3097,7 +3097,7 @@ static void test_cli_refusals(void) {
         {2, "$S a --template x", "--template"}, {1, "$S --chat a --template nowhere", "nowhere"},
         {2, "$S one -f x --tokens 1", "prompts"}, {2, "$S --tokens ''", "--tokens"},
         {2, "$S --tokens 9999999999", "to 2147483647"},
-        {2, "$S -i --tokens 1", "-i"}, {2, "$S --bench 16", "--bench"},
+        {2, "$S -i --tokens 1", "-i"}, {2, "$S --bench 16", "--bench.*two whole numbers"},
         {2, "$S hi --gpu fast", "fast"}, {2, "$S --bench 16,0", "16,0"},
         {1, "nowhere.gguf hi", "nowhere.gguf"}, {1, "golden hi", "not a regular file"},
         {1, "/dev/null hi", "not a regular file"}, {1, "golden/story.txt hi", "not a GGUF file"},
@@ -3515,7 +3515,7 @@ static void test_cli_terminal(void) {
          "^[^\033]*prefill 9[^\033]*hm</think>yes[^\033]*$"},
         {"NO_COLOR=1 $LLM $D/chat.gguf --chat a --temp 0", 80, {NULL},
          "^<think>\r\nhm</think>yes[^\033]*$"},
-        {"$LLM $S", 80, {NULL}, "^llm: no PROMPT given; see --help\r\n$"},
+        {"$LLM $S", 80, {NULL}, "^llm: no PROMPT given[^\r]*template; see --help\r\n$"},
         {text_of(known, "endless.gguf -i -n -1 --temp 0"), 80,   // Ctrl-S, Ctrl-C, Ctrl-Q
          {"> ", "a\n", "hm", "\23", "", "!sleep .2; kill -INT $(cat $D/pid)", "", "\21",
           "\r\n> ", "\4"}, "^> a\r\n(hm)+\r\n> \r\nprefill[^\n]*\n0\r\n$"},
