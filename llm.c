@@ -108,8 +108,9 @@ typedef struct {
     int dim;                   // width of the residual stream
     int n_vocab;               // token ids that have a logit
     int n_ctx;                 // tokens of the longest text in training
-    int n_rot;                 // values of a head that RoPE turns: all hd, or the first ones
-    float rope_base;           // of RoPE's frequencies: 10000 or more
+    // of the two kinds of layers, FULL and WINDOWED (Gemma 3); a Llama has FULL ones alone
+    int n_rot[2];              // values of a head that RoPE turns: all hd, or the first ones
+    float rope_base[2];        // of RoPE's frequencies: 10000 or more
     int rope;                  // ROPE_HALVES, ROPE_PAIRS or ROPE_NONE
     float eps;                 // added under the root of a norm
     float attn_scale;          // factor of attention's scores: 1/sqrt(hd)
@@ -139,8 +140,6 @@ typedef struct {
     bool softplus_gates;       // gates pass softplus, not a sigmoid (Laguna)
     float value_scale;         // factor of attention's result (MiMo 2)
     // positions, see Part III
-    int n_rot_local;           // n_rot of windowed layers
-    float rope_base_local;     // rope_base of windowed layers (Gemma 3)
     bool local_unscaled;       // windowed layers ignore the scaling that follows, but rope_mag,
     bool local_no_mag;         // and rope_mag
     int n_ctx_orig;            // n_ctx before the scaling
@@ -196,7 +195,7 @@ typedef struct { const float *w, *b; int n, group; float eps; } Norm;   // eps 0
 typedef struct {
     int n_head, n_kv;          // query heads, key-value heads; n_kv 0: no attention
     int hd, vd;                // width of a head's query and key; of its value (in a Llama hd)
-    int n_rot;                 // Config's n_rot or, in a windowed layer, n_rot_local
+    int n_rot;                 // Config's, of its kind
     int ff;                    // width of the FFN, or of an expert
     // in the order of use
     Norm attn_norm;            // [dim]
@@ -596,9 +595,8 @@ static void embed_row(Session *s, const void *arg, size_t i) {   // x = the toke
 // position for pair i. (In double: at position 100,000 a float angle is off by 0.005.) session_open
 // calls it. Returns a factor of cosines and sines: a Llama's is 1.
 static float rope_frequencies(const Model *m, int kind, int window, double *freq) {
-    const Config *c = &m->config;
-    double base = kind == WINDOWED ? c->rope_base_local : c->rope_base;
-    int n_rot = kind == WINDOWED ? c->n_rot_local : c->n_rot;
+    int n_rot = m->config.n_rot[kind];
+    double base = m->config.rope_base[kind];
     for (int i = 0; i < n_rot / 2; i++) freq[i] = pow(base, -2.0 * i / n_rot);
     return rope_scaling(m, kind, window, freq);
 }
@@ -606,10 +604,9 @@ static float rope_frequencies(const Model *m, int kind, int window, double *freq
 // the cosines and sines of a token's position, for FULL layers and for WINDOWED ones
 static void angles_row(Session *s, const void *arg, size_t i) {
     const Config *c = arg;
-    int n_rot[] = {[FULL] = c->n_rot, [WINDOWED] = c->n_rot_local};
     for (int kind = FULL; kind <= WINDOWED; kind++) {
-        float *turn = s->angles[kind] + i * n_rot[kind];
-        for (int j = 0; j < n_rot[kind] / 2; j++) {
+        float *turn = s->angles[kind] + i * c->n_rot[kind];
+        for (int j = 0; j < c->n_rot[kind] / 2; j++) {
             double angle = (s->pos + (int)i) * s->freq[kind][j];
             turn[2 * j] = cos(angle) * s->rope_mag[kind];
             turn[2 * j + 1] = sin(angle) * s->rope_mag[kind];
@@ -1588,7 +1585,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"deepseek2-ocr", .flags = ROPE_FIXED | YARN_SCORES},
     {"eurobert", .flags = BOTH_WAYS},
     {"qwen", .flags = FF_BOTH},
-    {"plamo3", .c = {.rope_base_local = 10000, .local_unscaled = true}, .period = 8},
+    {"plamo3", .c = {.rope_base[WINDOWED] = 10000, .local_unscaled = true}, .period = 8},
     {"muse-glimmer*", .c = {.rope = ROPE_PAIRS, .embd_normed = true, .local_unscaled = true,
      .logit_cap = 30}, .flags = GATE | LOCAL_ROPE, .period = 4},
     {"laguna*", .c = {.softplus_gates = true, .local_unscaled = true, .local_no_mag = true,
@@ -1596,8 +1593,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"afmoe", .c = {.gating = GATING_SIGMOID}, .flags = GATE | EMBD_SQRT,
      .period = 4, .no_rope = 4},
     {"spark2_5", .c = {.act = ACT_GELU}, .flags = GATE, .period = 4},
-    {"step35*", .c = {.gating = GATING_SIGMOID, .rope_base_local = 10000, .local_unscaled = true},
-     .flags = GATE | HALF_ROTATED, .period = 4},
+    {"step35*", .c = {.gating = GATING_SIGMOID, .rope_base[WINDOWED] = 10000,
+     .local_unscaled = true}, .flags = GATE | HALF_ROTATED, .period = 4},
     {"kimi-linear*", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .no_rope = 1},
     {"bailingmoe3*", .c = {.rope = ROPE_PAIRS}, .flags = GATE},
     {"llama-embed neo-bert", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .flags = BOTH_WAYS},
@@ -1638,7 +1635,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
      .flags = LOCAL_ROPE, .period = 4},
     {"mellum", .period = 4,
      .c = {.weights_normed = true, .local_unscaled = true, .local_no_mag = true}},
-    {"mimo2", .c = {.weights_normed = true, .gating = GATING_SIGMOID, .rope_base_local = 10000,
+    {"mimo2", .c = {.weights_normed = true, .gating = GATING_SIGMOID, .rope_base[WINDOWED] = 10000,
      .local_unscaled = true}, .flags = LOCAL_SINKS, .period = 6},
     {"minimax-m2", .c = {.weights_normed = true, .gating = GATING_SIGMOID}},
     {"phimoe* qwen3moe* qwen3next* lfm2moe*", .c = {.weights_normed = true}},
@@ -1652,13 +1649,13 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
      .flags = EMBD_SQRT | SCALE_BY_DIM, .period = 2, .n_layer = 46},
     {"gemma2*", .c = {.act = ACT_GELU, .window = 4096, .attn_cap = 50, .logit_cap = 30},
      .flags = EMBD_SQRT, .period = 2},
-    {"gemma3*", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true},
+    {"gemma3*", .c = {.act = ACT_GELU, .rope_base[WINDOWED] = 10000, .local_unscaled = true},
      .flags = EMBD_SQRT | SCALE_BY_DIM, .period = 6, .n_layer = 62},
-    {"gemma3*", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true},
+    {"gemma3*", .c = {.act = ACT_GELU, .rope_base[WINDOWED] = 10000, .local_unscaled = true},
      .flags = EMBD_SQRT, .period = 6},
-    {"gemma-embedding", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true},
-     .flags = EMBD_SQRT | BOTH_WAYS, .period = 6},
-    {"gemma4*", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true,
+    {"gemma-embedding", .c = {.act = ACT_GELU, .rope_base[WINDOWED] = 10000,
+     .local_unscaled = true}, .flags = EMBD_SQRT | BOTH_WAYS, .period = 6},
+    {"gemma4*", .c = {.act = ACT_GELU, .rope_base[WINDOWED] = 10000, .local_unscaled = true,
      .values_normed = true, .logit_cap = 30, .weights_normed = true},
      .flags = EMBD_SQRT, .period = 6},
     {"deepseek2*", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID},
@@ -1682,7 +1679,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
      .alibi = 8}},
     {"nomic-bert*", .c = {.norm = NORM_LAYER, .encoder = true}},
     {"nomic-bert-moe* jina-bert-v3", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .encoder = true}},
-    {"modern-bert", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope_base_local = 10000,
+    {"modern-bert", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope_base[WINDOWED] = 10000,
      .local_unscaled = true}, .flags = BOTH_WAYS | FULL_FIRST, .period = 3},
 };
 
@@ -1799,18 +1796,18 @@ static const Key KEYS[] = {
     {"rope.scaling_beta", REAL, CONFIG(sharpen_scale), ANY, "mistral3 deepseek2 mistral4"},
     {"attention.temperature_length", INT, CONFIG(sharpen_length), 0, INT_MAX, "deepseek2 mistral4"},
     {"use_parallel_residual", BOOL, HINT(side_by_side), 0, 1, "gptneox*"},
-    {"rope.dimension_count", INT, CONFIG(n_rot), -1, 4096, "all"},   // -1: all of a head
+    {"rope.dimension_count", INT, CONFIG(n_rot[FULL]), -1, 4096, "all"},   // -1: all of a head
     {"rope.partial_rotary_factor", REAL, HINT(rope_part), 0, 1, "glm4"},   // Ollama's name
-    {"rope.dimension_count_swa", INT, CONFIG(n_rot_local), 0, 4096,
+    {"rope.dimension_count_swa", INT, CONFIG(n_rot[WINDOWED]), 0, 4096,
      "gemma4 afmoe laguna maple muse-glimmer spark2_5 step35"},
-    {"rope.swa.dimension_count", INT, CONFIG(n_rot_local), 0, 4096, "laguna"},   // Ollama's names
-    {"rope.swa.freq_base", REAL, CONFIG(rope_base_local), ANY, "laguna"},
-    {"rope.freq_base", REAL, CONFIG(rope_base), ANY, "all"},
-    {"rope.freq_base_swa", REAL, CONFIG(rope_base_local), ANY,
+    {"rope.swa.dimension_count", INT, CONFIG(n_rot[WINDOWED]), 0, 4096, "laguna"},   // Ollama's
+    {"rope.swa.freq_base", REAL, CONFIG(rope_base[WINDOWED]), ANY, "laguna"},   // Ollama's
+    {"rope.freq_base", REAL, CONFIG(rope_base[FULL]), ANY, "all"},
+    {"rope.freq_base_swa", REAL, CONFIG(rope_base[WINDOWED]), ANY,
      "afmoe gemma2 gemma3 gemma4 gemma-embedding gpt-oss laguna llama4 maple mimo2 modern-bert "
      "muse-glimmer plamo3 smallthinker spark2_5 step35"},
-    {"rope.global.freq_base", REAL, CONFIG(rope_base), ANY, "gemma3 gemma4"},   // Ollama's names
-    {"rope.local.freq_base", REAL, CONFIG(rope_base_local), ANY, "gemma3 gemma4"},
+    {"rope.global.freq_base", REAL, CONFIG(rope_base[FULL]), ANY, "gemma3 gemma4"},   // Ollama's
+    {"rope.local.freq_base", REAL, CONFIG(rope_base[WINDOWED]), ANY, "gemma3 gemma4"},   // Ollama's
     {"rope.scale_linear", REAL, CONFIG(rope_factor), ANY, "all"},
     {"rope.scaling.factor", REAL, CONFIG(rope_factor), ANY, "all"},
     {"rope.scaling.attn_factor", REAL, CONFIG(rope_mag), ANY, "all"},
@@ -2236,7 +2233,7 @@ static void load_window(Loader *ld, Layer *w) {
     w->window = local ? c->window : 0;
     w->hd = local ? ld->hints.hd_local : c->hd;
     w->vd = local ? ld->hints.vd_local : c->vd;
-    w->n_rot = local ? c->n_rot_local : c->n_rot;
+    w->n_rot = c->n_rot[local ? WINDOWED : FULL];
     if (c->rope == ROPE_NONE) w->rotated = false;
     if (a->no_rope && (ld->l + 1) % a->no_rope == 0) w->rotated = false;
     bool first = ld->l < ld->hints.n_rotated;
@@ -2402,7 +2399,7 @@ static void imply_config(Config *c, const Arch *a) {
     int flags = a->flags;
     if (!c->hd && c->n_head) c->hd = c->dim / c->n_head;
     if (!c->vd && c->n_head) c->vd = c->dim / c->n_head;
-    c->n_rot = c->hd;
+    c->n_rot[FULL] = c->hd;
     c->n_ctx_orig = c->n_ctx;
     c->router_scale = 1 / sqrtf(c->dim);
     c->embd_scale = flags & EMBD_SQRT ? sqrtf(c->dim) : 1;
@@ -2416,7 +2413,7 @@ static void imply_config(Config *c, const Arch *a) {
     if (flags & SCALE_BY_HEAD) c->attn_scale *= c->attn_scale;
     if (c->values_normed) c->attn_scale = 1;
     c->causal = !c->encoder && !(flags & BOTH_WAYS);
-    if (!c->rope_base_local) c->rope_base_local = c->rope_base;
+    if (!c->rope_base[WINDOWED]) c->rope_base[WINDOWED] = c->rope_base[FULL];
 }
 
 // Derives RoPE's numbers, and those that depend on them. Each line reads what earlier ones set.
@@ -2433,9 +2430,10 @@ static void derive_rope(Loader *ld) {
     if (scaling && !find_str(type, "none default linear yarn longrope llama3"))
         refuse(ld, "rope.scaling.type '%.*s' is not supported", STR_ARG(type));
     if (flags & ROPE_TUNED && !h->rope_tuned) c->rope = ROPE_NONE;
-    if (c->n_rot < 0) c->n_rot = c->hd;
-    if (h->rope_part > 0) c->n_rot = c->hd * h->rope_part;
-    if (c->rope == ROPE_NONE) c->n_rot = 0;   // whatever the file says
+    int *n_rot = c->n_rot;
+    if (n_rot[FULL] < 0) n_rot[FULL] = c->hd;
+    if (h->rope_part > 0) n_rot[FULL] = c->hd * h->rope_part;
+    if (c->rope == ROPE_NONE) n_rot[FULL] = 0;   // whatever the file says
     const Meta *section = arch_meta(ld, "rope.dimension_sections");
     if (!section) section = arch_meta(ld, "rope.mrope_section");   // Ollama's name, for the first 3
     if (section && section->type == GGUF_ARR && section->n != 3 && section->n != 4)
@@ -2450,14 +2448,15 @@ static void derive_rope(Loader *ld) {
     if (!c->sharpen_length) c->sharpen_length = c->n_ctx_orig;
     if (!h->hd_local) h->hd_local = c->hd;
     if (!h->vd_local) h->vd_local = c->vd;
-    if (!c->n_rot_local) c->n_rot_local = h->hd_local < c->hd ? h->hd_local : c->n_rot;
-    if (flags & HALF_ROTATED) c->n_rot /= 2;
+    if (!n_rot[WINDOWED]) n_rot[WINDOWED] = h->hd_local < c->hd ? h->hd_local : n_rot[FULL];
+    if (flags & HALF_ROTATED) n_rot[FULL] /= 2;
     if (h->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slows low frequencies most
-        c->rope_base *= powf(h->rope_alpha, c->hd / (c->hd - 2.0f));
-    if (c->n_rot % 2 || c->n_rot > c->hd || c->n_rot_local % 2 || c->n_rot_local > h->hd_local ||
-        !(c->rope_base > 0 && c->rope_base_local > 0))
-        refuse(ld, "RoPE: %d dimensions of %d at base %g; in windows %d of %d at base %g", c->n_rot,
-               c->hd, c->rope_base, c->n_rot_local, h->hd_local, c->rope_base_local);
+        c->rope_base[FULL] *= powf(h->rope_alpha, c->hd / (c->hd - 2.0f));
+    int hd[] = {[FULL] = c->hd, [WINDOWED] = h->hd_local};
+    for (int kind = FULL; kind <= WINDOWED; kind++)
+        if (n_rot[kind] % 2 || n_rot[kind] > hd[kind] || !(c->rope_base[kind] > 0))
+            refuse(ld, "RoPE%s: %d dimensions of %d at base %g", kind == FULL ? "" : " in windows",
+                   n_rot[kind], hd[kind], c->rope_base[kind]);
 }
 
 // Derives what follows from several keys at once, and checks that they agree.
@@ -2499,14 +2498,14 @@ static void load_config(Loader *ld) {
     if (c->norm == NORM_RMS) ld->hints.eps_rms = gemma3 || ocr ? 1e-6f : MISSING;
     else c->eps = MISSING;
     c->pooling = -1;
-    c->rope_base = 10000;   // if neither row nor file says otherwise
+    c->rope_base[FULL] = 10000;   // if neither row nor file says otherwise
     c->yarn_fast = 32;
     c->rope_factor = c->rope_mag = c->yarn_slow = c->n_loops = 1;
     c->weights_scale = c->value_scale = 1;
     if (!c->gating) c->gating = GATING_SOFTMAX;
     load_keys(ld, NULL);                      // first the sizes
     if (ld->ok) imply_config(c, ld->arch);    // then what follows from them
-    if (bare) c->rope_base = 1e6f;
+    if (bare) c->rope_base[FULL] = 1e6f;
     if (bare && c->n_ctx >= 131072) c->rope_factor = 8;
     load_keys(ld, NULL);                      // then the file again, which overrides it
     if (ld->ok) derive_config(ld);
@@ -2533,7 +2532,7 @@ static bool weights_load(Model *m, Error *e) {
     if (!ld.ok) return false;
     // a layer that rotates fewer numbers than others reads the first divisors
     bool all = ld.arch->flags & HALF_ROTATED || !c->local_unscaled;
-    uint64_t n_freqs = larger(c->n_rot, all ? c->n_rot_local : 0) / 2;
+    uint64_t n_freqs = larger(c->n_rot[FULL], all ? c->n_rot[WINDOWED] : 0) / 2;
     m->freqs = load_vector(&ld, "rope_freqs", ".weight", n_freqs);
     m->freqs_long = load_vector(&ld, "rope_factors_long", ".weight", n_freqs);
     m->freqs_short = load_vector(&ld, "rope_factors_short", ".weight", n_freqs);
@@ -2649,8 +2648,9 @@ static void add_embeddings(Session *s, float *x, size_t i) {
 }
 
 // Returns the pair whose angle makes this many turns in the original context.
-static double yarn_pair(const Config *c, double turns, int n_rot, double base) {
-    return n_rot * log(c->n_ctx_orig / (turns * 2 * M_PI)) / (2 * log(base));
+static double yarn_pair(const Config *c, double turns, int kind) {
+    double pairs = c->n_rot[kind] * log(c->n_ctx_orig / (turns * 2 * M_PI));
+    return pairs / (2 * log(c->rope_base[kind]));
 }
 
 // Does pair i stand still, because it belongs to none of the three positions?
@@ -2666,14 +2666,13 @@ static bool pair_still(const Config *c, int i) {
 static float rope_scaling(const Model *m, int kind, int window, double *freq) {
     const Config *c = &m->config;
     bool unscaled = kind == WINDOWED && c->local_unscaled, yarn = c->yarn && !unscaled;
-    double base = kind == WINDOWED ? c->rope_base_local : c->rope_base;
-    int n_rot = kind == WINDOWED ? c->n_rot_local : c->n_rot;
+    int n_rot = c->n_rot[kind];
     double scale = unscaled ? 1 : 1.0 / c->rope_factor;
     const float *divide = window > c->n_ctx_orig ? m->freqs_long : m->freqs_short;
     if (m->freqs) divide = m->freqs;
     if (unscaled) divide = NULL;
-    double low = fmax(0, floor(yarn_pair(c, c->yarn_fast, n_rot, base)));
-    double high = fmin(n_rot - 1, ceil(yarn_pair(c, c->yarn_slow, n_rot, base)));
+    double low = fmax(0, floor(yarn_pair(c, c->yarn_fast, kind)));
+    double high = fmin(n_rot - 1, ceil(yarn_pair(c, c->yarn_slow, kind)));
     for (int i = 0; i < n_rot / 2; i++) {
         double own = freq[i] / (divide ? divide[i] : 1);
         double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));   // 1: unscaled
@@ -3537,7 +3536,8 @@ static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
 // Sets the widths of the queries and values that a head stands for; the scale follows from them.
 // RoPE scaling sharpens the scores, too. Files give a tenth of yarn_log.
 static void derive_latent(Config *c, uint64_t flags) {
-    bool swapped = c->hd != c->lora + c->n_rot && c->latent_hd == c->lora + c->n_rot;   // by Ollama
+    int wide = c->lora + c->n_rot[FULL];   // of a row of the cache
+    bool swapped = c->hd != wide && c->latent_hd == wide;   // by Ollama
     if (!c->latent_hd || swapped) c->latent_hd = c->hd;
     if (!c->latent_vd || swapped) c->latent_vd = c->vd;
     if (c->lora) c->attn_scale = 1 / sqrtf(c->latent_hd);
@@ -3807,7 +3807,6 @@ static uint64_t count_op_scratch(Session *s) {
 // another mixer), of the FFN (or experts), and of the logits never live together: they share bytes.
 static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
-    int n_rot[] = {[FULL] = c->n_rot, [WINDOWED] = c->n_rot_local};
     uint64_t n = s->o.chunk, f = sizeof(float), op_scratch = count_op_scratch(s);
     Widths most = {0};
     for (int l = 0; l < c->n_layer; l++) widen(&most, c, &s->m->layers[l]);
@@ -3817,8 +3816,8 @@ static void plan_scratch(Session *s, Arena *a) {
     s->normed = arena_take(a, n * c->dim, f);
     s->out = arena_take(a, n * c->dim, f);
     s->inputs = arena_take(a, n * c->n_layer * c->per_layer, f);
-    for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * n_rot[i], f);
-    for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, n_rot[i] / 2, sizeof(double));
+    for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * c->n_rot[i], f);
+    for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, c->n_rot[i] / 2, sizeof(double));
     s->slopes = arena_take(a, c->n_head, f);
     s->n_index = s->o.draft > 0 ? larger(2 * (uint64_t)s->o.window, 4096) : 0;
     s->index = arena_take(a, s->n_index, sizeof *s->index);
@@ -9149,7 +9148,7 @@ static void print_unread(const Model *m) {
         if (list && v->n > n_layer)
             fprintf(stderr, "note: key %.*s has %llu values for %d layers\n", STR_ARG(v->key),
                     (unsigned long long)v->n, (int)n_layer);
-        if (!v->used && key_matters(v, arch, m->config.rope_base))
+        if (!v->used && key_matters(v, arch, m->config.rope_base[FULL]))
             fprintf(stderr, "note: key %.*s is not used\n", STR_ARG(v->key));
     }
 }
