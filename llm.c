@@ -1176,8 +1176,7 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
 //
 // The file is not trusted. The cursor that reads it fails once and stays failed, so that one check
 // at the end of a step is enough; no count may exceed what the file's bytes could hold; each tensor
-// must lie inside the file. Strings and weights point into the file; loading copies what it must
-// change (keep_memory).
+// must lie inside the file. Strings and weights point into it; what must change is copied first.
 
 // realloc for count items; NULL also where their bytes overflow a size_t
 static void *resize(void *p, uint64_t count, size_t size) {
@@ -1532,8 +1531,7 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // RoPE's pairing is the usual mistake, and position 0 cannot show it.
 //
 // Every row was measured against llama.cpp on random f32 models: logits agree to an NMSE of 1e-6.
-// golden/ has llama.cpp's logits for the names with a star. The keys and the names of tensors
-// follow no rule.
+// golden/ has llama.cpp's logits for the names with a star. The names in files follow no rule.
 
 enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };   // Layer.mixer
 enum { GATING_SOFTMAX = 1, GATING_SIGMOID };         // Config.gating
@@ -1905,8 +1903,7 @@ static const struct { const char *name, *archs; } NEEDS[] = {
 // cannot fail. After the first error no tensor is found any more, so one check at the end is
 // enough. Four checks find a file that is not what it says. A "!" before a tensor's name: forward
 // cannot do without it. NEEDS: forward could, but such a model has it. check_neighbours: one layer
-// lacks what its like have. tensor_idle: the tensor is known not to run; any other one that nothing
-// used is an error.
+// lacks what its like have. tensor_idle: each unused tensor is one that is known not to run.
 
 typedef struct {
     Model *m;
@@ -2096,8 +2093,7 @@ static void load_latent(Loader *ld, Layer *w), derive_latent(Config *c, uint64_t
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
-// Loads n matrices that multiply the same input [cols]: rows of the tensor `name`, or, if there is
-// no such tensor, each from its own.
+// Loads n matrices of the same input [cols]: rows of the tensor `name`, or tensors of their own.
 static void load_fused(Loader *ld, const char *name, int cols, int n_expert, const Slice *part,
                        int n) {
     int rows = 0, at = 0;
@@ -2292,9 +2288,8 @@ static Tensor *layer_tensor(Loader *ld, int l, const char *name, const char *suf
     return find_tensor(ld, name, suffix);
 }
 
-// Should two layers have tensors of the same names? The tensors of an FFN depend on its kind, other
-// tensors on the mixer, and on the window if values may be keys (Gemma 4) or some layers have
-// sinks.
+// Should two layers have tensors of the same names? Those of an FFN depend on its kind, others on
+// the mixer, and on the window if values may be keys (Gemma 4) or some layers have sinks.
 static bool layers_alike(const Layer *a, const Layer *b, bool ffn, bool windows) {
     if (ffn) return !a->router.data == !b->router.data && !a->up.data == !b->up.data;
     return a->mixer == b->mixer && !a->n_kv == !b->n_kv && !a->k.data == !b->k.data &&
@@ -2322,8 +2317,7 @@ static void check_neighbours(Loader *ld, int l, const char *name) {
     }
 }
 
-// Tensors whose names begin with these words do not run: they are for images and sound, rerankers'
-// heads, or predict further tokens.
+// Tensors whose names begin so do not run: for images, sound, rerankers or further tokens.
 static const char *const IDLE_TENSORS[] = {"v.", "mm.", "a.", "s.", "cls.", "mtp.",
                                            "model.vision_tower.", "model.audio_tower."};
 
@@ -2626,10 +2620,9 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 
 // ---- 14. positions ----
 //
-// For texts longer than those of training, RoPE's angles are slowed down: all alike (linear), each
-// by a factor of its own (Llama 3, longrope), or low frequencies more than high ones (YaRN, arXiv
-// 2309.00071). Models of images divide RoPE's pairs among three positions, which are the same in
-// text; pairs left over stand still.
+// Beyond the texts of training RoPE's angles slow down: all alike (linear), each by a factor of its
+// own (Llama 3, longrope), or low frequencies more than high ones (YaRN, arXiv 2309.00071). Models
+// of images divide the pairs among three positions, which are the same in text; others stand still.
 
 // Adds to x the embeddings of its position and of token type 0, and norms the sum.
 static void add_embeddings(Session *s, float *x, size_t i) {
@@ -2769,8 +2762,7 @@ static void activate(float *out, const float *gate, const float *up, int n, int 
     else assert(!"an activation that has no loop");
 }
 
-// up = min(act(gate), limit) * up, with up held within -limit .. limit; Maple has act(min(gate,
-// limit)) instead
+// up = min(act(gate), limit) * up, with up within -limit .. limit; Maple: act(min(gate, limit))
 static void activate_limited(const Config *c, float *gate, float *up, int n, float limit) {
     for (int i = 0; c->limit_first && i < n; i++) gate[i] = gate[i] > limit ? limit : gate[i];
     activate(gate, NULL, gate, n, c->act);
@@ -2801,9 +2793,6 @@ static void activate_more(const Session *s, const Ffn *f, float *gate, float *up
     else activate(up, gate, up, ff, c->act);
 }
 
-// A row of the cache that a query does not see has the weight 0, but 0 times a NaN is a NaN. So
-// non-finite numbers of a value v [n] become 0 here, and its key gets a NaN, which enters the
-// scores of the queries that see the row, and no other scores.
 static void cache_finite(uint16_t *v, int n, uint16_t *key) {
     enum { EXPONENT = 0x7C00 };   // of an f16; all of it is set in infinities and NaNs
     int damaged = 0;
@@ -2914,8 +2903,7 @@ static bool adds_more(const Layer *w) {
 
 static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
 
-// Returns what an embedding is pooled from: the normed rows of n tokens of the last chunk, from
-// token `first` on.
+// returns norm(x) of n tokens of the last chunk, from `first` on: embeddings are pooled from them
 static const float *hidden_rows(Session *s, int first, int n) {
     size_t dim = s->m->config.dim;
     gpu_fetch(s, s->x + first * dim, n * dim * sizeof *s->x);
@@ -2950,8 +2938,7 @@ static void add_more_row(Session *s, const void *arg, size_t i) {
 // Squeezed experts ("latent" in files) read fewer numbers than the stream has: one product makes
 // their input, another one widens their sum.
 
-// Loads the router, the experts, and a shared expert. In: n_used, and ff of Gemma 4's dense FFN.
-// Out: ff is the width of an expert.
+// Loads router, experts and a shared expert. In: n_used, Gemma 4's dense ff. Out: an expert's ff.
 static void load_experts(Loader *ld, Layer *w) {
     static const FfnNames sparse = {"ffn_gate_exps", "!ffn_up_exps", "!ffn_down_exps",
                                     "ffn_gate_up_exps"};
@@ -3002,8 +2989,7 @@ static void load_experts(Loader *ld, Layer *w) {
 enum { MAX_EXPERTS = MAX_JOBS / 2 };   // that run together, each with two jobs, gate and up
 
 // Returns the matrix of expert i. Experts lie w->step bytes apart, and their biases as many rows
-// apart as these bytes hold, because w may be only some of the rows that a file has for each
-// expert.
+// apart as these bytes hold, because w may be only some of each expert's rows in the file.
 static Matrix matrix_expert(const Matrix *w, int i) {
     Matrix one = *w;
     one.data += i * w->step;
@@ -3067,8 +3053,7 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
     for (int k = 0; k < n_used; k++) weight[k] *= scale;
 }
 
-// Sorts the indices of all choices by expert, into s->order. This counting sort is stable, so that
-// a token's sum does not depend on its neighbours.
+// Sorts choices by expert, into s->order. It is stable: no token's sum depends on its neighbours.
 static void sort_choices(const Session *s, int n) {
     int start[MOST_EXPERTS + 1] = {0}, n_expert = s->m->config.n_expert;
     for (int i = 0; i < n; i++) start[s->chosen[i] + 1]++;
@@ -3104,9 +3089,8 @@ static void add_expert(ExpertCall *call, const Layer *w, int e, int n, ExpertRow
     call->back[k] = (Matmul){&call->down[k], r.up, r.out, n};
 }
 
-// Counts the scratch of experts before there are choices. No choice needs more than this case: one
-// expert has `limit` tokens, and each other one FEW + 1, the fewest that take a tile and
-// waste most of it. (The arena asserts it in each run.)
+// Counts the scratch of experts. No choice needs more than this: one expert has `limit` tokens,
+// each other one FEW + 1, the fewest that waste most of a tile. (The arena asserts it.)
 static void count_experts(Session *s, int limit) {
     ExpertCall call = {0};
     float place[MAX_EXPERTS];   // a place for each, as no two experts share their packed x
@@ -3120,9 +3104,8 @@ static void count_experts(Session *s, int limit) {
     matmul(s->pool, &s->op_scratch, call.back, call.n_experts);
 }
 
-// Runs the first experts of `order`, as many as fit the buffers of `limit` rows, each with all its
-// tokens, and adds their results to sum [n][..]. Returns how many of the `left` choices it ran;
-// choice k is of token k / n_used.
+// Runs the first experts of `order` that fit into `limit` rows, each with all its tokens, and adds
+// their results to sum [n][..]. Returns how many choices it ran; choice k is of token k / n_used.
 static int run_experts(Session *s, const int32_t *order, int left, int limit, float *sum) {
     const Layer *w = &s->m->layers[s->l];
     size_t dim = w->down.rows, ff = w->ff;
@@ -3734,10 +3717,9 @@ static void add_layer_input(Session *s) {
 
 // ---- 23. memory ----
 
-// An arena hands out buffers from one stretch of memory. A plan takes them, and runs twice: on an
-// arena without memory (base NULL) it only counts bytes, then it places the buffers in as much
-// memory. Where a plan sets `used` back, buffers that never live together share bytes; `peak` is
-// the most in use.
+// An arena hands out buffers from one stretch of memory; without memory (base NULL) it only counts
+// their bytes. Where a plan sets `used` back, buffers that never live together share bytes; `peak`
+// is the most in use.
 static void *arena_take(Arena *a, uint64_t count, uint64_t size) {
     uint64_t at = a->used;
     a->used += (count * size + 63) / 64 * 64;
@@ -3850,9 +3832,8 @@ static void plan_scratch(Session *s, Arena *a) {
     s->penalized = arena_take(a, c->n_vocab, sizeof *s->penalized);
 }
 
-// Runs a plan to learn the size, and again to place the buffers: in whole pages, which a GPU can
-// share and which the system zeroes when they are first touched. what: names the buffers, and what
-// to try if there is no memory for them.
+// Runs a plan to learn the size, and again to place the buffers, in whole pages, which a GPU can
+// share and the system zeroes at the first touch. what: names them, and what to try if it fails.
 static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e) {
     Arena a = {0};
     plan(s, &a);
@@ -4088,8 +4069,7 @@ typedef struct Tokenizer {
     size_t detokenize_max;           // most bytes that detokenize writes at once
 } Tokenizer;
 
-// An id need not be in the vocabulary, because many models pad their embedding with rows for more
-// tokens. Such a token has no text and is unused.
+// Many models pad their embedding with ids past the vocabulary. They have no text and are unused.
 typedef struct { Str text; int type; } Token;   // type: with its flags
 
 static Token token_at(const Tokenizer *t, int32_t id) {
@@ -5033,8 +5013,7 @@ static Str strip(Template *t, Str s, Value set, int side) {
     return s;
 }
 
-// s in another case: `how` is the first letter of upper, lower, capitalize or title. Letters beyond
-// ASCII stay as they are.
+// s in another case, of ASCII alone: `how` is the first letter of upper, lower, capitalize or title
 static Str recased(Template *t, Str s, char how) {
     char *c = copy(t, s);
     for (size_t i = 0; i < s.n; i++) {
@@ -5223,8 +5202,7 @@ static Str quoted(Template *t, Str s, Str text, bool json) {   // s, then text i
     return concat(t, s, (Str){known, 1});
 }
 
-// s, then v as JSON or as Python has it. Each element's line begins with `line` and `indent`; line
-// empty: one line.
+// s, then v as JSON or as Python has it; each element is behind `line` and `indent`, unless empty
 static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent) {
     bool dict = v.kind == V_DICT;
     const char *brackets = dict ? "{}" : "[]";
@@ -6190,9 +6168,8 @@ static UNUSED void show_progress(const char *text) {
     fprintf(stderr, "\r%*s\r%.*s", width, "", width, text);
 }
 
-// A float as large as ROUNDER, 1.5 * 2^23, has no bits for a fraction. If |x| is less than 2^22, x
-// + ROUNDER is ROUNDER plus x rounded to an integer, and its bits are ROUNDER_BITS plus that
-// integer.
+// A float as large as ROUNDER, 1.5 * 2^23, has no bits for a fraction. If |x| < 2^22, x + ROUNDER
+// is ROUNDER plus x rounded to an integer, and its bits are ROUNDER_BITS plus that integer.
 static const float ROUNDER = 12582912.0f;
 enum { ROUNDER_BITS = 0x4b400000 };
 
@@ -6240,8 +6217,7 @@ static void soft_cap(float *x, size_t n, float cap) {
 }
 
 // Weights are prefetched. L1 can have some 16 requests of 64 bytes in flight, 10 GB/s at 100 ns
-// each, and L2 48. So L2 fetches from memory far ahead of the reader, and L1 from L2 shortly
-// before.
+// each, L2 48. So L2 fetches from memory far ahead of the reader, and L1 from L2 shortly before.
 #if defined(__AMX_TILE__) || defined(__AMXTILE__)   // gcc, clang
 enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes; these are the fastest on a Xeon
 #else
@@ -6419,8 +6395,7 @@ static void run_row(Task t) {
     r->fn(r->s, r->arg, t.i);
 }
 
-// forward also runs dry, without buffers, to learn how much scratch it takes. Then only matmul and
-// attention do something: they count.
+// in forward's dry run (see count_op_scratch) there are no buffers, and rows do nothing
 static void each_row(Session *s, RowFn *fn, const void *arg, int n) {
     if (s->op_scratch.base) parallel(s->pool, run_row, &(RowTask){s, fn, arg}, n);
 }
@@ -6618,15 +6593,13 @@ static void narrow(const float *x, int n, uint16_t *to) {
 //
 // token_pack rounds the activations to TokenActs. Then the matvec function of the weights' format,
 // which matmul finds in `formats`, decodes 256 weights at a time and adds their products (dot256).
-// Up to FEW tokens meet the same decoded weights. Each token has sums of its own, added in the
-// order that they would have if it were alone, so its numbers do not depend on how many tokens
-// there are.
+// Up to FEW tokens meet the same decoded weights. Each token has sums of its own, added in the same
+// order as if it were alone, so its numbers do not depend on other tokens.
 
 // Rounds 32 floats to int8 codes q = x / d and returns d, rounded to f16 as in ggml. `sum` gets the
 // sums of the first 16 codes, of the other 16 and of all. Positive floats have the order of their
 // bits, and adding ROUNDER leaves the nearest integer in the low bits, so these are loops of
-// integers, which compilers turn into vector code. lo and hi are unsigned because a NaN's bits
-// overflow.
+// integers, which become vector code. lo and hi are unsigned because a NaN's bits overflow.
 static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
     int32_t bits[32], top = 0;
     float most, y[32];
@@ -6669,8 +6642,7 @@ static void token_pack(UNUSED const Matrix *w, const float *x, int count, UNUSED
     }
 }
 
-// decodes 256 weights d q + m, ordered as in TokenActs, to q[256], d[16], m[16]; restrict lets
-// compilers read b once
+// decodes 256 weights d q + m, in TokenActs' order, to q[256], d[16], m[16]; nothing aliases b
 #define DECODE_ARGS const uint8_t *restrict b, int8_t *q, float *d, float *m
 typedef void DecodeFn(DECODE_ARGS);
 // computes rows r .. end-1 of out, without the matrix's scale and bias, for the job's n <= FEW
@@ -6923,9 +6895,8 @@ enum { TILE = 16, VECTORS = TILE / LANES, PANELS = BY_LANES(2, 1, 1), MAX_TOKENS
 // Copies words of 32 bits (a float, four codes or two bf16), `columns` of them from each of 16
 // rows, to columns of 16. Rows lie `stride` words apart. AVX-512 rounds `columns` up to whole 4.
 #if defined(SIMD_VNNI)
-// Four columns at a time. Vector i gets four words of each of rows i, 4+i, 8+i and 12+i, those of a
-// row in 128 bits. Then 128 bits of the four vectors have 4 x 4 words, which two steps of unpacking
-// transpose, and each vector is a column.
+// Four columns at a time. Vector i gets four words of each of rows i, 4+i, 8+i and 12+i, a row's in
+// 128 bits. So 128 bits of all four are 4 x 4 words, which two steps of unpacking transpose.
 static void transpose(const void *rows, int stride, int columns, void *to) {
     for (int k = 0; k < columns; k += 4) {
         float *column = (float *)to + TILE * k;
@@ -6953,9 +6924,8 @@ static void transpose(const void *rows, int stride, int columns, void *to) {
 }
 #endif
 
-// Adds sums [PANELS][tokens][16] to out, as far as the job has such rows and tokens. Those of a
-// row's first weights overwrite out; those of its last weights bring the matrix's scale and bias,
-// too.
+// Adds sums [PANELS][tokens][16] to out, as far as the job has such rows and tokens. A row's first
+// weights overwrite out, its last ones bring the matrix's scale and bias, too.
 static void tile_out(const Product *p, int tokens, const vf *sums) {
     const Matrix *w = p->job->w;
     bool overwrites = p->k == 0, is_last = p->k + p->depth == w->cols;
@@ -6988,8 +6958,7 @@ enum { FLOAT_DEPTH = 512, PACKED_TOKENS = BY_LANES(8, 5, 4),
        FLOAT_KEYS = 64, FLOAT_TOKENS = BY_LANES(8, 4, 4) };
 
 // out[i][t][16] = sum over k < depth of w[i][k][16] * x[t * next + k * step], for each panel i and
-// token t; if `adds`, the sums are added to out. Panels of w lie w_size floats apart, panels of out
-// out_size and tokens of x `next`.
+// token t; added to out, if `adds`. Panels of w lie w_size floats apart, those of out out_size.
 INLINE void tile_float(const float *w, size_t w_size, const float *x, int tokens, size_t next,
                        size_t step, int depth, bool adds, float *out, size_t out_size) {
     vf sum[PANELS][PACKED_TOKENS][VECTORS] = {{{{0}}}};
@@ -7006,8 +6975,7 @@ INLINE void tile_float(const float *w, size_t w_size, const float *x, int tokens
         }
 }
 
-// Packs activations to [cols][PACKED_TOKENS]. Unpacked, rows that lie a power of two apart would
-// compete for the same few lines of L1.
+// to [cols][PACKED_TOKENS]: rows that lie a power of two apart would compete for few lines of L1
 static void float_pack(UNUSED const Matrix *w, const float *x, int count, int token, void *acts) {
     for (int j = 0; j < count; j++) ((float *)acts)[j * PACKED_TOKENS + token] = x[j];
 }
@@ -7034,10 +7002,9 @@ static const Tile float_tile = {.tokens = PACKED_TOKENS, .step = 1024, .depth = 
 // ---- 32. the int8 tile ----
 //
 // A dot product starts at the bits of ROUNDER, so that, seen as a float, it is ROUNDER + dot, and
-// no integer is converted. For 32 weights of each of LANES rows and one token, dot_bytes is called
-// 8 times; a scale takes 2 instructions, an offset 1. A tile has as many rows and tokens as
-// registers hold, with two sums for each vector; on x86 two vectors of rows share the loads of
-// activations.
+// no integer is converted. For 32 weights of LANES rows and one token, dot_bytes is called 8 times;
+// a scale takes 2 instructions, an offset 1. A tile has as many rows and tokens as registers hold,
+// with two sums for each vector; on x86 two vectors of rows share loads of activations.
 
 enum { INT8_DEPTH = 1024, INT8_TOKENS = BY_LANES(6, 3, 4) };
 
@@ -7084,8 +7051,7 @@ static void int8_pack(UNUSED const Matrix *w, const float *x, int count, int tok
 
 // A bias makes signed codes unsigned, and its products are subtracted by offsets m (for dot_pairs)
 // or by Int8Acts.start (CODE_BIAS). Q2_K, which has 4-bit scales and codes up to 3, is folded:
-// scale and code are multiplied here, eight codes in a word, and all weights of a block share one
-// scale.
+// scales multiply codes here, eight in a word, so that all weights of a block share one scale.
 static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     const Format *f = &formats[w->type];
     Int8Panel *p = panel;
@@ -7114,8 +7080,7 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
 }
 
 // total[i][t][16] = the products of panel i with token t of the batch. A group of weights has 1 or
-// 2 `scales`, each of `step` weights, and 0 to 2 `offsets`. dot_pairs adds `run` words of four
-// codes.
+// 2 `scales`, each of `step` weights, and 0 to 2 `offsets`. dot_pairs adds `run` words of codes.
 INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scales, int offsets,
                       int max_pairs, vf *total) {
     enum { T = INT8_TOKENS, V = PANELS * VECTORS };
@@ -7223,8 +7188,7 @@ static void pack_task(Task t) {
 }
 
 // Computes rows r .. end-1 for tokens t .. t_end-1, where t begins a batch. Rows are rounded up to
-// whole tiles: past the matrix's end panels repeat its last row, and tile_out leaves these rows
-// out.
+// whole tiles: past the matrix's end panels repeat its last row, which tile_out leaves out.
 static void multiply_tiles(const JobPlan *plan, int64_t r, int64_t end, int t, int t_end,
                            char *panels) {
     const Matrix *w = plan->job->w;
@@ -7281,8 +7245,7 @@ static void matmul_task(Task t) {
 }
 
 // Plans the packing of a job's activations, unless an earlier job packs the same. The tile depends
-// on the format, the CPU and whether there are few tokens, but never on sizes, so small tests run
-// the code that large models run.
+// on the format, the CPU and FEW, never on sizes, so small tests run the code of large models.
 static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, const Matmul *job) {
     const Matrix *w = job->w;
     const JobPlan *same = call->job;
@@ -7330,7 +7293,6 @@ static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
     }
 }
 
-// Computes k products; an arena without memory only counts the buffers that they take.
 static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
     MatmulCall call;
     size_t mark = arena->used;
@@ -7353,8 +7315,7 @@ static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
 // and all query heads that share a KV head share each block. top starts at -FLT_MAX and a masked
 // score is -INFINITY, so no difference is inf - inf, which would be a NaN.
 
-// How many of `keys` rows from r on do queries at positions first .. last see? Rows that no query
-// sees are passed over, and rows that all see need no mask.
+// How many of `keys` rows from r on do queries at first .. last see? If all, no mask is needed.
 enum { NONE_SEEN, SOME_SEEN, ALL_SEEN };
 static int block_seen(const Attention *a, int r, int keys, int first, int last) {
     int any = 0, all = 1, end = smaller(r + keys, a->rows);
@@ -7709,8 +7670,7 @@ static void join_partials(const FewCall *call, int head) {
     for (int e = 0; e < a->vd && sum != 0; e++) out[e] /= sum;
 }
 
-// Does one split of a unit for one query. A query that sees fewer blocks than others has empty
-// Partials, which change no sum.
+// Does one split of a unit for a query. If that sees fewer blocks, empty Partials add nothing.
 static void query_split(const FewCall *call, int query, int unit, int split) {
     const Attention *a = call->a;
     int sharing = a->n_head / a->n_kv, first = unit * call->heads, kv = first / sharing;
@@ -7878,8 +7838,7 @@ INLINE vf upper_bits(vf x) {   // rounded to the nearest bf16
     vu bits = (vu)x;
     return (vf)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
 }
-// stores 32 floats as sums of `parts` bf16, which lie `next` bytes apart; each part rounds what the
-// parts before it leave
+// stores 32 floats as sums of `parts` bf16, `next` bytes apart; each rounds what earlier ones leave
 INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {
     for (int p = 0; p < parts; p++, lo -= upper_bits(lo), hi -= upper_bits(hi))
         store_bf16((char *)to + p * next, lo, hi);
@@ -7966,10 +7925,9 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
         else amx_floats(w, r, k + i, smaller(depth - i, 256), to);
 }
 
-// out[2 * i + j] = the 16 x 16 products of rows 16 i .. of a and the columns at b + j * next; if
-// `adds`, they are added to out. a and b are `deep` tiles, of some parts each. Part i of a number
-// is about 2^-8i of it, so parts i of a and j of b meet if i + j < order. out[2] NULL: a has 16
-// rows.
+// out[2 * i + j] = the 16 x 16 products of rows 16 i .. of a and the columns at b + j * next, added
+// to out if `adds`. a and b are `deep` tiles, of some parts each. Part i of a number is about 2^-8i
+// of it, so parts i of a and j of b meet if i + j < order. out[2] NULL: a has 16 rows.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
                         int deep, int order, bool adds, float *const out[4]) {
     const char *columns = b;
@@ -8132,9 +8090,8 @@ static int best_first(const void *a, const void *b) {   // ties: the lower id
     return (x->id > y->id) - (x->id < y->id);
 }
 
-// Brings the k best of n to the front, in order. A candidate not worse than c[k - 1], the k-th best
-// of the last sort, moves behind the first k. When there are k more, all 2k are sorted and the k
-// best stay: about n log k steps in place.
+// A candidate not worse than c[k - 1], the k-th best of the last sort, moves behind the first k.
+// When there are k more, all 2k are sorted and the k best stay: about n log k steps in place.
 static void sort_top(Candidate *c, size_t n, size_t k) {
     size_t gathered = k;
     qsort(c, k, sizeof *c, best_first);
@@ -8151,8 +8108,7 @@ static void sort_top(Candidate *c, size_t n, size_t k) {
 }
 
 // Returns a logit that at least k of l [n] reach, and few more if k is far below COLUMNS: the k-th
-// best of the columns' largest, in l as a matrix of COLUMNS columns. k 0: all reach it; c is
-// scratch.
+// best of the largest in each of COLUMNS columns of l. k 0: all reach it; c is scratch.
 static float least_of_top(Candidate *c, const float *l, size_t n, int k) {
     enum { COLUMNS = 256 };
     float best[COLUMNS];
@@ -8165,8 +8121,7 @@ static float least_of_top(Candidate *c, const float *l, size_t n, int k) {
     return c[k - 1].logit;
 }
 
-// Makes candidates, in the order of their ids, of the logits l [n] that may be among the k best (0:
-// of all), about 43 for k = 40. Returns their number.
+// in the order of their ids, and few besides the k best: about 43 for k = 40
 static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
     enum { STEP = 64 };   // logits that the compiler compares at once
     float least = least_of_top(c, l, n, k);
@@ -8182,8 +8137,7 @@ static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
     return kept;
 }
 
-// Sorts the best candidates to the front, as many as it takes for their weights to reach `share`;
-// 128 are nearly always enough.
+// sorts 128, which are nearly always enough, else eight times as many, and so on
 static void sort_share(Candidate *c, size_t n, double share) {
     size_t k = 16, sorted;
     double sum;
@@ -8674,10 +8628,9 @@ static bool names_role(Str line) {
     return str_cut(&line, "@") && is(line, "system user assistant");
 }
 
-// Makes messages of the text that was given. A file is a conversation if its first line is @system,
-// @user or @assistant: each such line begins a message. Where a message itself has such a line, a
-// backslash stands before it. Lines end as the first one does, with \n or \r\n. All other text is
-// one message of the user.
+// Makes messages of the given text. A file is a conversation if its first line is @system, @user or
+// @assistant: each such line begins a message. A backslash stands before one that is text. Lines
+// end as the first one does, with \n or \r\n. All other text is one message of the user.
 static bool chat_read(Cli *cli) {
     Str rest = {cli->text.s, cli->text.n}, role = NOTHING;
     Text text = {0};
