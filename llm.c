@@ -1218,10 +1218,9 @@ static bool str_cut(Str *s, const char *head) {   // takes head off the front, i
 // its meaning: the name of a verified model in ARCHS, of one that needs the key in KEYS.
 static const char *find_str(Str word, const char *words) {
     if (!word.n || memchr(word.s, 0, word.n) || memchr(word.s, ' ', word.n)) return NULL;
-    while (words) {
+    for (; *words; words += strspn(words, " ")) {
         if (!strncmp(words, word.s, word.n) && strchr("* ", words[word.n])) return words + word.n;
-        words = strchr(words, ' ');
-        if (words) words++;
+        words += strcspn(words, " ");
     }
     return NULL;
 }
@@ -1358,13 +1357,12 @@ static bool sort_names(void *items, size_t n, size_t size, const char *what, Err
 }
 
 static Meta *gguf_find(const Gguf *g, const char *key) {   // NULL: there is no such key
-    Str name = {key, strlen(key)};
-    return bsearch(&name, g->meta, g->n_meta, sizeof *g->meta, name_compare);
+    return bsearch(&(Str){key, strlen(key)}, g->meta, g->n_meta, sizeof *g->meta, name_compare);
 }
 
 static Tensor *gguf_tensor(const Gguf *g, const char *full) {   // NULL: there is no such tensor
     Str name = {full, strlen(full)};
-    return bsearch(&name, g->tensors, g->n_tensors, sizeof *g->tensors, name_compare);
+    return bsearch(&name, g->tensors, g->n_tensors, sizeof(Tensor), name_compare);
 }
 
 // the i-th value of m, which is a number or an array of numbers
@@ -2240,6 +2238,7 @@ static void load_window(Loader *ld, Layer *w) {
 static void load_layer(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Arch *a = ld->arch;
+    snprintf(ld->prefix, sizeof ld->prefix, "blk.%d.", ld->l);
     ld->hints.pattern = a->period == NO_LAYER ? 0 : a->period;
     w->rotated = true;
     w->source = ld->l;
@@ -2321,19 +2320,18 @@ static void check_neighbours(Loader *ld, int l, const char *name) {
 static const char *const IDLE_TENSORS[] = {"v.", "mm.", "a.", "s.", "cls.", "mtp.",
                                            "model.vision_tower.", "model.audio_tower."};
 
-// Is this a tensor of layer l (-1: none) that does not run? Besides IDLE_TENSORS those are tensors
-// that hold nothing, a layer's tensors for images, indexers (no text gets longer than n_exact),
-// NVFP4's scales of activations, and layers that predict further tokens. name: without the blk.N
+// Is this a tensor of layer l (-1: none) that does not run? name: without the blk.N in front
 static bool tensor_idle(Loader *ld, const Tensor *t, int l, const char *name) {
     const Config *c = &ld->m->config;
     Str rest = t->name;
     for (size_t i = 0; i < COUNT(IDLE_TENSORS); i++)
         if (str_cut(&rest, IDLE_TENSORS[i])) return true;
     if (tensor_bytes(t) == 0) return true;
-    if (l >= 0 && strstr(name, ".vis_")) return true;
-    if (c->n_exact && strstr(name, ".indexer.")) return true;
-    const char *scale = strstr(name, ".input_scale");
+    if (l >= 0 && strstr(name, ".vis_")) return true;            // for images
+    if (c->n_exact && strstr(name, ".indexer.")) return true;    // for texts longer than n_exact
+    const char *scale = strstr(name, ".input_scale");            // NVFP4's, of activations
     if (scale && !strcmp(scale, ".input_scale")) return true;
+    // a layer that predicts further tokens
     return l >= c->n_layer && l < c->n_layer + ld->hints.n_layer_mtp &&
            layer_tensor(ld, l, "nextn.eh_proj", ".weight");
 }
@@ -2556,10 +2554,7 @@ static bool weights_load(Model *m, Error *e) {
     if (c->per_layer) load_inputs(&ld, NULL);
     m->layers = calloc((size_t)c->n_layer * c->n_loops, sizeof *m->layers);
     if (!m->layers) refuse(&ld, "out of memory");
-    for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) {
-        snprintf(ld.prefix, sizeof ld.prefix, "blk.%d.", ld.l);
-        load_layer(&ld, &m->layers[ld.l]);
-    }
+    for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) load_layer(&ld, &m->layers[ld.l]);
     if (ld.ok) check_tensors(&ld);
     if (ld.ok) repeat_layers(m, ld.hints.loops_bare);
     const Meta *never = gguf_find(m->gguf, "tokenizer.ggml.suppress_tokens");
@@ -3162,8 +3157,7 @@ static void experts(Session *s) {
     if (!w->shared_up.data) return;
     if (w->expert_norm.w) each_row(s, norm_row, &w->ffn_norm, n);   // the input as it was
     if (w->shared_router.data) product(s, &w->shared_router, s->normed, s->route);
-    Ffn shared = {&w->shared_gate, &w->shared_up, &w->shared_down, w->limit_ffn};
-    ffn(s, &shared, s->expert_out);
+    ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down, w->limit_ffn}, s->expert_out);
     each_row(s, add_shared_row, w, n);
 }
 
@@ -3581,18 +3575,16 @@ static void latent_row(Session *s, const void *arg, size_t i) {
     float *q = s->mix + i * w->q.rows, *to = s->q + i * w->n_head * w->hd + w->vd;
     float *row = s->k + i * w->hd;
     const float *turn = s->angles[w->window ? WINDOWED : FULL] + i * w->n_rot;
-    bool pairs = c->rope == ROPE_PAIRS;
-    int step = pairs ? 2 : 1, apart = pairs ? 1 : w->n_rot / 2;   // see rope
     sharpen(s, q, w->q.rows, pos);
     norm(row, row, w->vd, &w->latent_norm, NORM_RMS, c->eps);
-    if (w->rotated) turn_pairs(row + w->vd, turn, w->n_rot, step, apart);
+    if (w->rotated) rope(row + w->vd, turn, w->n_rot, c->rope);
     uint16_t *to_row = kv->k + (size_t)slot * w->hd;
     narrow(row, w->hd, to_row);
     cache_finite(to_row, w->vd, to_row + w->vd);   // the rotated numbers are no value's
     kv->pos[slot] = pos;
     for (int h = 0; h < w->n_head; h++, q += hd, to += w->hd) {
         memcpy(to, q + hd - w->n_rot, w->n_rot * sizeof *q);
-        if (w->rotated) turn_pairs(to, turn, w->n_rot, step, apart);
+        if (w->rotated) rope(to, turn, w->n_rot, c->rope);
     }
 }
 
@@ -3803,8 +3795,7 @@ static void plan_scratch(Session *s, Arena *a) {
     s->slopes = arena_take(a, c->n_head, f);
     s->n_index = s->o.draft > 0 ? larger(2 * (uint64_t)s->o.window, 4096) : 0;
     s->index = arena_take(a, s->n_index, sizeof *s->index);
-    // SmallThinker routes before attention
-    s->route = arena_take(a, n * larger(c->n_expert, 1), f);
+    s->route = arena_take(a, n * larger(c->n_expert, 1), f);   // SmallThinker: before attention
     uint64_t start = a->used;   // 1: attention or another mixer
     s->q = arena_take(a, n * most.q, f);
     s->k = arena_take(a, n * most.k, f);
@@ -4223,8 +4214,8 @@ static size_t character_bytes(const Work *w, size_t i) {   // at byte i of the w
     return len < n ? len : n;
 }
 
-static void add_id(Work *w, int32_t id) {   // tokenize has made room; id -1: adds nothing
-    if (id >= 0) w->out->id[w->out->n++] = id;
+static void add_id(Work *w, int32_t id) {   // -1: adds nothing
+    if (id >= 0) w->failed |= !tokens_add(w->out, id);
 }
 
 // Joins the parts of a word and adds their ids. A part that is no token becomes the tokens of its
@@ -4454,7 +4445,7 @@ static void unigram_tokenize(Work *w, const char *s, size_t n_bytes) {
         int32_t id = dictionary_find(&t->tokens, w->text + i, part[i]);
         if (id < 0 || !token_is(t, id, UNIGRAM_TYPES)) id = t->unk;
         bool again = id == t->unk && w->out->n > before && w->out->id[w->out->n - 1] == id;
-        if (id >= 0 && !again) w->failed |= !tokens_add(w->out, id);
+        if (!again) add_id(w, id);
     }
     free(best);
 }
@@ -4482,7 +4473,7 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
             int32_t id = special_at(w, at, len);
             if (id < 0) continue;
             text_tokenize(w, s, at - s, len - 1);   // the text in front of the token
-            w->failed |= !tokens_add(w->out, id);
+            add_id(w, id);
             w->space = t->space_prefix;
             s = at + len;
             if (token_at(t, id).type & TOKEN_STRIP)
@@ -4504,27 +4495,26 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
     if (t->kind == TOKENIZER_NONE || t->no_rules)
         return fail(e, "%s: give it --tokens", *t->note ? t->note : "the model has no tokenizer");
     if (n > TEXT_MAX) return fail(e, "%zu bytes of text are too many", n);
-    // A word has at most m bytes, and the text at most m ids, because a bad byte reads as U+FFFD,
-    // whose three bytes may be spelled as two each. Unigram takes its own memory.
+    // A word has at most m bytes, because a bad byte reads as U+FFFD, whose three bytes may be
+    // spelled as two each. Unigram takes its own memory.
     size_t m = t->kind == TOKENIZER_UNIGRAM ? 0 : 6 * n + 8;
     Work w = {.t = t, .out = out, .all = text, .mark = mark,
               .types = flags & TOKENS_SPECIAL ? SPECIAL_TYPES : 1 << TOKEN_USER};
     int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
     w.space = t->space_prefix && (before < 0 || token_is(t, before, SPECIAL_TYPES));
     size_t size = (n + 2) * sizeof *w.ch + m * (2 * sizeof *w.cost + sizeof *w.part + 2);
-    w.cost = tokens_room(out, out->n + m) ? malloc(size) : NULL;
+    w.cost = malloc(size);
     if (!w.cost) return fail(e, "out of memory");
     w.ch = (Char *)(w.cost + 2 * m);
     w.part = (uint32_t *)(w.ch + n + 2);
     w.text = (char *)(w.part + m);
     bool add = flags & TOKENS_ADD, bos = add && t->add_bos;
     size_t next = out->n + 1;
-    if (bos) w.failed |= !tokens_add(out, t->bos);
+    if (bos) add_id(&w, t->bos);
     text_tokenize(&w, text, n, t->tokens.longest);
     if (bos && out->n > next && out->id[next] == t->bos)   // the text brings its own
         memmove(out->id + next, out->id + next + 1, (--out->n - next) * sizeof *out->id);
-    if (add && t->add_eos)
-        w.failed |= !tokens_add(out, t->kind == TOKENIZER_WPM ? t->sep : t->eos);
+    if (add && t->add_eos) add_id(&w, t->kind == TOKENIZER_WPM ? t->sep : t->eos);
     free(w.cost);
     return !w.failed || fail(e, "out of memory");
 }
