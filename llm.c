@@ -1201,7 +1201,6 @@ bool tokens_add(Tokens *t, int32_t id) {
 }
 
 typedef struct { const char *s; size_t n; } Str;   // bytes of the file or of a text; no NUL
-
 #define STR_ARG(a) (int)((a).n < 100 ? (a).n : 100), (a).s   // for "%.*s", at most 100 bytes
 
 static bool str_eq(Str a, const char *b) { return a.n == strlen(b) && !memcmp(a.s, b, a.n); }
@@ -1694,7 +1693,7 @@ static const char *const TENSOR_ALIASES[][2] = {   // what the name in a file en
     {"ssm_dt", "ssm_dt.bias"}, {"ffn_latent_in.weight", "ffn_latent_down.weight"},
     {"ffn_latent_out.weight", "ffn_latent_up.weight"},
     {"post_attn_norm.weight", "post_attention_norm.weight"},
-    {"post_ffn_norm.weight", "post_ffw_norm.weight"},
+    {"post_ffn_norm.weight", "post_ffw_norm.weight"}, {"exp_probs_b", "exp_probs_b.bias"},
 };
 
 static const Alias *find_alias(const Gguf *g) {   // of the file's architecture; NULL: none
@@ -2479,7 +2478,6 @@ static void derive_config(Loader *ld) {
     derive_rope(ld);
 }
 
-// Fills Config: from its row of ARCHS, from the file, and from what follows from both.
 static void load_config(Loader *ld) {
     enum { MISSING = -1 };   // below what KEYS allows: the file must have this eps
     Config *c = &ld->m->config;
@@ -2571,15 +2569,11 @@ void model_close(Model *m) {
     for (size_t i = 0; i < m->n_owned; i++) free(m->owned[i].base);
     if (m->tokenizer) tokenizer_close(m->tokenizer);
     if (m->gguf) gguf_close(m->gguf);
-    free(m->tokenizer);
-    free(m->gguf);
-    free(m->owned);
-    free(m->layers);
-    free(m->suppressed.id);
+    void *memory[] = {m->tokenizer, m->gguf, m->owned, m->layers, m->suppressed.id};
+    for (size_t i = 0; i < COUNT(memory); i++) free(memory[i]);
     *m = (Model){0};
 }
 
-// Opens a file with its tokenizer and, if wanted, its weights.
 static bool model_load(Model *m, const char *path, bool weights, Error *e) {
     Error why;
     *m = (Model){.gguf = calloc(1, sizeof *m->gguf)};
@@ -2946,7 +2940,6 @@ static void load_experts(Loader *ld, Layer *w) {
     c->n_used = larger(c->n_used, w->n_used);
     w->router = load_unscaled(ld, "!ffn_gate_inp", c->dim, n, 1);   // its .scale is of its input
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
-    if (!w->router_bias) w->router_bias = load_vector(ld, "exp_probs_b", "", n);
     w->squeeze = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
     bool squeezed = w->squeeze.data, gated = c->act != ACT_RELU2;
     int wide = squeezed ? w->squeeze.rows : c->dim;   // of an expert's input
@@ -4553,10 +4546,8 @@ size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
     int type = token_at(t, id).type & TOKEN_TYPE;
     size_t n = 0;
     d->started = true;
-    if (type == TOKEN_BYTE && s.n == 6) {   // <0x0A>
-        char hex[] = {s.s[3], s.s[4], 0};
-        return utf8_push(d, strtol(hex, NULL, 16), out);
-    }
+    if (type == TOKEN_BYTE && s.n == 6 && s.s[5] == '>')   // <0x0A>
+        return utf8_push(d, strtol(s.s + 3, NULL, 16), out);
     for (size_t i = 0, used; i < s.n; i += used) {
         uint32_t c = utf8_decode(s.s + i, s.n - i, &used);
         int byte = type == TOKEN_USER ? -1 : char_to_byte(t, c);
@@ -5091,10 +5082,8 @@ static Value *entry(Template *t, const Dict *d, Value key) {   // NULL: it is no
 
 static void set(Template *t, Dict *d, Value key, Value v) {
     Value *old = entry(t, d, key);
-    if (!old) {
-        push(t, &d->pairs, key);
-        push(t, &d->pairs, v);
-    } else *old = v;
+    if (old) *old = v;
+    else push_all(t, &d->pairs, (List){(Value[]){key, v}, 2});
 }
 
 static Dict *new_dict(Template *t, Dict *outer) {
@@ -6459,7 +6448,6 @@ INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
-
 INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }   // a / b, rounded up
 INLINE vf larger_of(vf a, vf b) {
     vi more = a > b;
