@@ -110,8 +110,9 @@ typedef struct {
     int n_vocab;               // token ids that have a logit
     int n_ctx;                 // tokens of the longest text in training
     int n_head, hd, vd;        // layer 0's, see Layer; Part II derives others from them
-    int n_rot;                 // values of a head that RoPE turns: all hd, or the first ones
-    float rope_base;           // of RoPE's frequencies: 10000 or more
+    // of the two kinds of layers, FULL and WINDOWED (Gemma 3); a Llama has FULL ones alone
+    int n_rot[2];              // values of a head that RoPE turns: all hd, or the first ones
+    float rope_base[2];        // of RoPE's frequencies: 10000 or more
     int rope;                  // ROPE_HALVES, ROPE_PAIRS or ROPE_NONE
     float eps;                 // added under the root of a norm
     float attn_scale;          // factor of attention's scores: 1/sqrt(hd)
@@ -140,8 +141,6 @@ typedef struct {
     bool softplus_gates;       // gates pass softplus, not a sigmoid (Laguna)
     float value_scale;         // factor of attention's result (MiMo 2)
     // positions, see Part III
-    int n_rot_local;           // n_rot of windowed layers
-    float rope_base_local;     // rope_base of windowed layers (Gemma 3)
     bool local_unscaled;       // windowed layers ignore the scaling below, except rope_mag;
     bool local_no_mag;         // they ignore rope_mag, too
     int n_ctx_orig;            // n_ctx before the scaling
@@ -197,7 +196,7 @@ typedef struct { const float *w, *b; int n, group; float eps; } Norm;   // eps 0
 typedef struct {
     int n_head, n_kv;          // query heads, key-value heads; n_kv 0: no attention
     int hd, vd;                // width of a head's query and key; of its value (in a Llama hd)
-    int n_rot;                 // Config's n_rot or, in a windowed layer, n_rot_local
+    int n_rot;                 // Config's, of its kind
     int ff;                    // width of the FFN, or of an expert
     // in the order of use
     Norm attn_norm;            // [dim]
@@ -595,10 +594,9 @@ static void embed_row(Session *s, const void *arg, size_t i) {   // x = the toke
 // the cosines and sines of a token's position, for FULL layers and for WINDOWED ones
 static void angles_row(Session *s, const void *arg, size_t i) {
     const Config *c = arg;
-    int n_rot[] = {[FULL] = c->n_rot, [WINDOWED] = c->n_rot_local};
     for (int kind = FULL; kind <= WINDOWED; kind++) {
-        float *turn = s->angles[kind] + i * n_rot[kind];
-        for (int j = 0; j < n_rot[kind] / 2; j++) {
+        float *turn = s->angles[kind] + i * c->n_rot[kind];
+        for (int j = 0; j < c->n_rot[kind] / 2; j++) {
             double angle = (s->pos + (int)i) * s->freq[kind][j];
             turn[2 * j] = cos(angle) * s->rope_mag[kind];
             turn[2 * j + 1] = sin(angle) * s->rope_mag[kind];
@@ -849,9 +847,8 @@ void session_close(Session *s) {
 // position for pair i. (In double: at position 100,000 a float angle is off by 0.005.) window: the
 // session's (Phi 3). Returns a factor of the cosines and sines, 1 in a Llama.
 static float rope_frequencies(const Model *m, int kind, int window, double *freq) {
-    const Config *c = &m->config;
-    double base = kind == WINDOWED ? c->rope_base_local : c->rope_base;
-    int n_rot = kind == WINDOWED ? c->n_rot_local : c->n_rot;
+    int n_rot = m->config.n_rot[kind];
+    double base = m->config.rope_base[kind];
     for (int i = 0; i < n_rot / 2; i++) freq[i] = pow(base, -2.0 * i / n_rot);
     return rope_scaling(m, kind, window, freq);
 }
@@ -1175,8 +1172,7 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
 //
 // The file is not trusted. The cursor that reads it fails once and stays failed, so that one check
 // at the end of a step is enough; no count may exceed what the file's bytes could hold; each tensor
-// must lie inside the file. Strings and weights point into the file; loading copies what it must
-// change (keep_memory).
+// must lie inside the file. Strings and weights point into it; what must change is copied first.
 
 // realloc for count items; NULL also where their bytes overflow a size_t
 static void *resize(void *p, uint64_t count, size_t size) {
@@ -1201,7 +1197,6 @@ bool tokens_add(Tokens *t, int32_t id) {
 }
 
 typedef struct { const char *s; size_t n; } Str;   // bytes of the file or of a text; no NUL
-
 #define STR_ARG(a) (int)((a).n < 100 ? (a).n : 100), (a).s   // for "%.*s", at most 100 bytes
 
 static bool str_eq(Str a, const char *b) { return a.n == strlen(b) && !memcmp(a.s, b, a.n); }
@@ -1218,10 +1213,9 @@ static bool str_cut(Str *s, const char *head) {   // takes head off the front, i
 // its meaning: the name of a verified model in ARCHS, of one that needs the key in KEYS.
 static const char *find_str(Str word, const char *words) {
     if (!word.n || memchr(word.s, 0, word.n) || memchr(word.s, ' ', word.n)) return NULL;
-    while (words) {
+    for (; *words; words += strspn(words, " ")) {
         if (!strncmp(words, word.s, word.n) && strchr("* ", words[word.n])) return words + word.n;
-        words = strchr(words, ' ');
-        if (words) words++;
+        words += strcspn(words, " ");
     }
     return NULL;
 }
@@ -1358,13 +1352,12 @@ static bool sort_names(void *items, size_t n, size_t size, const char *what, Err
 }
 
 static Meta *gguf_find(const Gguf *g, const char *key) {   // NULL: there is no such key
-    Str name = {key, strlen(key)};
-    return bsearch(&name, g->meta, g->n_meta, sizeof *g->meta, name_compare);
+    return bsearch(&(Str){key, strlen(key)}, g->meta, g->n_meta, sizeof *g->meta, name_compare);
 }
 
 static Tensor *gguf_tensor(const Gguf *g, const char *full) {   // NULL: there is no such tensor
     Str name = {full, strlen(full)};
-    return bsearch(&name, g->tensors, g->n_tensors, sizeof *g->tensors, name_compare);
+    return bsearch(&name, g->tensors, g->n_tensors, sizeof(Tensor), name_compare);
 }
 
 // the i-th value of m, which is a number or an array of numbers
@@ -1531,8 +1524,7 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // RoPE's pairing is the usual mistake, and position 0 cannot show it.
 //
 // Every row was measured against llama.cpp on random f32 models: logits agree to an NMSE of 1e-6.
-// golden/ has llama.cpp's logits for the names with a star. The keys and the names of tensors
-// follow no rule.
+// golden/ has llama.cpp's logits for the names with a star. The names in files follow no rule.
 
 enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };   // Layer.mixer
 enum { GATING_SOFTMAX = 1, GATING_SIGMOID };         // Config.gating
@@ -1584,7 +1576,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"deepseek2-ocr", .flags = ROPE_FIXED | YARN_SCORES},
     {"eurobert", .flags = BOTH_WAYS},
     {"qwen", .flags = FF_BOTH},
-    {"plamo3", .c = {.rope_base_local = 10000, .local_unscaled = true}, .period = 8},
+    {"plamo3", .c = {.rope_base[WINDOWED] = 10000, .local_unscaled = true}, .period = 8},
     {"muse-glimmer*", .c = {.rope = ROPE_PAIRS, .embd_normed = true, .local_unscaled = true,
      .logit_cap = 30}, .flags = GATE | LOCAL_ROPE, .period = 4},
     {"laguna*", .c = {.softplus_gates = true, .local_unscaled = true, .local_no_mag = true,
@@ -1592,8 +1584,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"afmoe", .c = {.gating = GATING_SIGMOID}, .flags = GATE | EMBD_SQRT,
      .period = 4, .no_rope = 4},
     {"spark2_5", .c = {.act = ACT_GELU}, .flags = GATE, .period = 4},
-    {"step35*", .c = {.gating = GATING_SIGMOID, .rope_base_local = 10000, .local_unscaled = true},
-     .flags = GATE | HALF_ROTATED, .period = 4},
+    {"step35*", .c = {.gating = GATING_SIGMOID, .rope_base[WINDOWED] = 10000,
+     .local_unscaled = true}, .flags = GATE | HALF_ROTATED, .period = 4},
     {"kimi-linear*", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .no_rope = 1},
     {"bailingmoe3*", .c = {.rope = ROPE_PAIRS}, .flags = GATE},
     {"llama-embed neo-bert", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .flags = BOTH_WAYS},
@@ -1634,7 +1626,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
      .flags = LOCAL_ROPE, .period = 4},
     {"mellum", .period = 4,
      .c = {.weights_normed = true, .local_unscaled = true, .local_no_mag = true}},
-    {"mimo2", .c = {.weights_normed = true, .gating = GATING_SIGMOID, .rope_base_local = 10000,
+    {"mimo2", .c = {.weights_normed = true, .gating = GATING_SIGMOID, .rope_base[WINDOWED] = 10000,
      .local_unscaled = true}, .flags = LOCAL_SINKS, .period = 6},
     {"minimax-m2", .c = {.weights_normed = true, .gating = GATING_SIGMOID}},
     {"phimoe* qwen3moe* qwen3next* lfm2moe*", .c = {.weights_normed = true}},
@@ -1648,13 +1640,13 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
      .flags = EMBD_SQRT | SCALE_BY_DIM, .period = 2, .n_layer = 46},
     {"gemma2*", .c = {.act = ACT_GELU, .window = 4096, .attn_cap = 50, .logit_cap = 30},
      .flags = EMBD_SQRT, .period = 2},
-    {"gemma3*", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true},
+    {"gemma3*", .c = {.act = ACT_GELU, .rope_base[WINDOWED] = 10000, .local_unscaled = true},
      .flags = EMBD_SQRT | SCALE_BY_DIM, .period = 6, .n_layer = 62},
-    {"gemma3*", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true},
+    {"gemma3*", .c = {.act = ACT_GELU, .rope_base[WINDOWED] = 10000, .local_unscaled = true},
      .flags = EMBD_SQRT, .period = 6},
-    {"gemma-embedding", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true},
-     .flags = EMBD_SQRT | BOTH_WAYS, .period = 6},
-    {"gemma4*", .c = {.act = ACT_GELU, .rope_base_local = 10000, .local_unscaled = true,
+    {"gemma-embedding", .c = {.act = ACT_GELU, .rope_base[WINDOWED] = 10000,
+     .local_unscaled = true}, .flags = EMBD_SQRT | BOTH_WAYS, .period = 6},
+    {"gemma4*", .c = {.act = ACT_GELU, .rope_base[WINDOWED] = 10000, .local_unscaled = true,
      .values_normed = true, .logit_cap = 30, .weights_normed = true},
      .flags = EMBD_SQRT, .period = 6},
     {"deepseek2*", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID},
@@ -1678,7 +1670,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
      .alibi = 8}},
     {"nomic-bert*", .c = {.norm = NORM_LAYER, .encoder = true}},
     {"nomic-bert-moe* jina-bert-v3", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .encoder = true}},
-    {"modern-bert", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope_base_local = 10000,
+    {"modern-bert", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope_base[WINDOWED] = 10000,
      .local_unscaled = true}, .flags = BOTH_WAYS | FULL_FIRST, .period = 3},
 };
 
@@ -1697,7 +1689,7 @@ static const char *const TENSOR_ALIASES[][2] = {   // what the name in a file en
     {"ssm_dt", "ssm_dt.bias"}, {"ffn_latent_in.weight", "ffn_latent_down.weight"},
     {"ffn_latent_out.weight", "ffn_latent_up.weight"},
     {"post_attn_norm.weight", "post_attention_norm.weight"},
-    {"post_ffn_norm.weight", "post_ffw_norm.weight"},
+    {"post_ffn_norm.weight", "post_ffw_norm.weight"}, {"exp_probs_b", "exp_probs_b.bias"},
 };
 
 static const Alias *find_alias(const Gguf *g) {   // of the file's architecture; NULL: none
@@ -1795,18 +1787,18 @@ static const Key KEYS[] = {
     {"rope.scaling_beta", REAL, CONFIG(sharpen_scale), ANY, "mistral3 deepseek2 mistral4"},
     {"attention.temperature_length", INT, CONFIG(sharpen_length), 0, INT_MAX, "deepseek2 mistral4"},
     {"use_parallel_residual", BOOL, HINT(side_by_side), 0, 1, "gptneox*"},
-    {"rope.dimension_count", INT, CONFIG(n_rot), -1, 4096, "all"},   // -1: all of a head
+    {"rope.dimension_count", INT, CONFIG(n_rot[FULL]), -1, 4096, "all"},   // -1: all of a head
     {"rope.partial_rotary_factor", REAL, HINT(rope_part), 0, 1, "glm4"},   // Ollama's name
-    {"rope.dimension_count_swa", INT, CONFIG(n_rot_local), 0, 4096,
+    {"rope.dimension_count_swa", INT, CONFIG(n_rot[WINDOWED]), 0, 4096,
      "gemma4 afmoe laguna maple muse-glimmer spark2_5 step35"},
-    {"rope.swa.dimension_count", INT, CONFIG(n_rot_local), 0, 4096, "laguna"},   // Ollama's names
-    {"rope.swa.freq_base", REAL, CONFIG(rope_base_local), ANY, "laguna"},
-    {"rope.freq_base", REAL, CONFIG(rope_base), ANY, "all"},
-    {"rope.freq_base_swa", REAL, CONFIG(rope_base_local), ANY,
+    {"rope.swa.dimension_count", INT, CONFIG(n_rot[WINDOWED]), 0, 4096, "laguna"},   // Ollama's
+    {"rope.swa.freq_base", REAL, CONFIG(rope_base[WINDOWED]), ANY, "laguna"},   // Ollama's
+    {"rope.freq_base", REAL, CONFIG(rope_base[FULL]), ANY, "all"},
+    {"rope.freq_base_swa", REAL, CONFIG(rope_base[WINDOWED]), ANY,
      "afmoe gemma2 gemma3 gemma4 gemma-embedding gpt-oss laguna llama4 maple mimo2 modern-bert "
      "muse-glimmer plamo3 smallthinker spark2_5 step35"},
-    {"rope.global.freq_base", REAL, CONFIG(rope_base), ANY, "gemma3 gemma4"},   // Ollama's names
-    {"rope.local.freq_base", REAL, CONFIG(rope_base_local), ANY, "gemma3 gemma4"},
+    {"rope.global.freq_base", REAL, CONFIG(rope_base[FULL]), ANY, "gemma3 gemma4"},   // Ollama's
+    {"rope.local.freq_base", REAL, CONFIG(rope_base[WINDOWED]), ANY, "gemma3 gemma4"},   // Ollama's
     {"rope.scale_linear", REAL, CONFIG(rope_factor), ANY, "all"},
     {"rope.scaling.factor", REAL, CONFIG(rope_factor), ANY, "all"},
     {"rope.scaling.attn_factor", REAL, CONFIG(rope_mag), ANY, "all"},
@@ -1904,8 +1896,7 @@ static const struct { const char *name, *archs; } NEEDS[] = {
 // cannot fail. After the first error no tensor is found any more, so one check at the end is
 // enough. Four checks find a file that is not what it says. A "!" before a tensor's name: forward
 // cannot do without it. NEEDS: forward could, but such a model has it. check_neighbours: one layer
-// lacks what its like have. tensor_idle: the tensor is known not to run; any other one that nothing
-// used is an error.
+// lacks what its like have. tensor_idle: each unused tensor is one that is known not to run.
 
 typedef struct {
     Model *m;
@@ -2095,8 +2086,7 @@ static void load_latent(Loader *ld, Layer *w), derive_latent(Config *c, uint64_t
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
-// Loads n matrices that multiply the same input [cols]: rows of the tensor `name`, or, if there is
-// no such tensor, each from its own.
+// Loads n matrices of the same input [cols]: rows of the tensor `name`, or tensors of their own.
 static void load_fused(Loader *ld, const char *name, int cols, int n_expert, const Slice *part,
                        int n) {
     int rows = 0, at = 0;
@@ -2232,7 +2222,7 @@ static void load_window(Loader *ld, Layer *w) {
     w->window = local ? c->window : 0;
     w->hd = local ? ld->hints.hd_local : c->hd;
     w->vd = local ? ld->hints.vd_local : c->vd;
-    w->n_rot = local ? c->n_rot_local : c->n_rot;
+    w->n_rot = c->n_rot[local ? WINDOWED : FULL];
     if (c->rope == ROPE_NONE) w->rotated = false;
     if (a->no_rope && (ld->l + 1) % a->no_rope == 0) w->rotated = false;
     bool first = ld->l < ld->hints.n_rotated;
@@ -2243,6 +2233,7 @@ static void load_window(Loader *ld, Layer *w) {
 static void load_layer(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Arch *a = ld->arch;
+    snprintf(ld->prefix, sizeof ld->prefix, "blk.%d.", ld->l);
     ld->hints.pattern = a->period == NO_LAYER ? 0 : a->period;
     w->rotated = true;
     w->source = ld->l;
@@ -2291,9 +2282,8 @@ static Tensor *layer_tensor(Loader *ld, int l, const char *name, const char *suf
     return find_tensor(ld, name, suffix);
 }
 
-// Should two layers have tensors of the same names? The tensors of an FFN depend on its kind, other
-// tensors on the mixer, and on the window if values may be keys (Gemma 4) or some layers have
-// sinks.
+// Should two layers have tensors of the same names? Those of an FFN depend on its kind, others on
+// the mixer, and on the window if values may be keys (Gemma 4) or some layers have sinks.
 static bool layers_alike(const Layer *a, const Layer *b, bool ffn, bool windows) {
     if (ffn) return !a->router.data == !b->router.data && !a->up.data == !b->up.data;
     return a->mixer == b->mixer && !a->n_kv == !b->n_kv && !a->k.data == !b->k.data &&
@@ -2321,24 +2311,22 @@ static void check_neighbours(Loader *ld, int l, const char *name) {
     }
 }
 
-// Tensors whose names begin with these words do not run: they are for images and sound, rerankers'
-// heads, or predict further tokens.
+// Tensors whose names begin so do not run: for images, sound, rerankers or further tokens.
 static const char *const IDLE_TENSORS[] = {"v.", "mm.", "a.", "s.", "cls.", "mtp.",
                                            "model.vision_tower.", "model.audio_tower."};
 
-// Is this a tensor of layer l (-1: none) that does not run? Besides IDLE_TENSORS those are tensors
-// that hold nothing, a layer's tensors for images, indexers (no text gets longer than n_exact),
-// NVFP4's scales of activations, and layers that predict further tokens. name: without the blk.N
+// Is this a tensor of layer l (-1: none) that does not run? name: without the blk.N in front
 static bool tensor_idle(Loader *ld, const Tensor *t, int l, const char *name) {
     const Config *c = &ld->m->config;
     Str rest = t->name;
     for (size_t i = 0; i < COUNT(IDLE_TENSORS); i++)
         if (str_cut(&rest, IDLE_TENSORS[i])) return true;
     if (tensor_bytes(t) == 0) return true;
-    if (l >= 0 && strstr(name, ".vis_")) return true;
-    if (c->n_exact && strstr(name, ".indexer.")) return true;
-    const char *scale = strstr(name, ".input_scale");
+    if (l >= 0 && strstr(name, ".vis_")) return true;            // for images
+    if (c->n_exact && strstr(name, ".indexer.")) return true;    // for texts longer than n_exact
+    const char *scale = strstr(name, ".input_scale");            // NVFP4's, of activations
     if (scale && !strcmp(scale, ".input_scale")) return true;
+    // a layer that predicts further tokens
     return l >= c->n_layer && l < c->n_layer + ld->hints.n_layer_mtp &&
            layer_tensor(ld, l, "nextn.eh_proj", ".weight");
 }
@@ -2398,7 +2386,7 @@ static void imply_config(Config *c, const Arch *a) {
     int flags = a->flags;
     if (!c->hd && c->n_head) c->hd = c->dim / c->n_head;
     if (!c->vd && c->n_head) c->vd = c->dim / c->n_head;
-    c->n_rot = c->hd;
+    c->n_rot[FULL] = c->hd;
     c->n_ctx_orig = c->n_ctx;
     c->router_scale = 1 / sqrtf(c->dim);
     c->embd_scale = flags & EMBD_SQRT ? sqrtf(c->dim) : 1;
@@ -2412,7 +2400,7 @@ static void imply_config(Config *c, const Arch *a) {
     if (flags & SCALE_BY_HEAD) c->attn_scale *= c->attn_scale;
     if (c->values_normed) c->attn_scale = 1;
     c->causal = !c->encoder && !(flags & BOTH_WAYS);
-    if (!c->rope_base_local) c->rope_base_local = c->rope_base;
+    if (!c->rope_base[WINDOWED]) c->rope_base[WINDOWED] = c->rope_base[FULL];
 }
 
 // Derives RoPE's numbers, and those that depend on them. Each line reads what earlier ones set.
@@ -2429,9 +2417,10 @@ static void derive_rope(Loader *ld) {
     if (scaling && !find_str(type, "none default linear yarn longrope llama3"))
         refuse(ld, "rope.scaling.type '%.*s' is not supported", STR_ARG(type));
     if (flags & ROPE_TUNED && !h->rope_tuned) c->rope = ROPE_NONE;
-    if (c->n_rot < 0) c->n_rot = c->hd;
-    if (h->rope_part > 0) c->n_rot = c->hd * h->rope_part;
-    if (c->rope == ROPE_NONE) c->n_rot = 0;   // whatever the file says
+    int *n_rot = c->n_rot;
+    if (n_rot[FULL] < 0) n_rot[FULL] = c->hd;
+    if (h->rope_part > 0) n_rot[FULL] = c->hd * h->rope_part;
+    if (c->rope == ROPE_NONE) n_rot[FULL] = 0;   // whatever the file says
     const Meta *section = arch_meta(ld, "rope.dimension_sections");
     if (!section) section = arch_meta(ld, "rope.mrope_section");   // Ollama's name, for the first 3
     if (section && section->type == GGUF_ARR && section->n != 3 && section->n != 4)
@@ -2446,14 +2435,15 @@ static void derive_rope(Loader *ld) {
     if (!c->sharpen_length) c->sharpen_length = c->n_ctx_orig;
     if (!h->hd_local) h->hd_local = c->hd;
     if (!h->vd_local) h->vd_local = c->vd;
-    if (!c->n_rot_local) c->n_rot_local = h->hd_local < c->hd ? h->hd_local : c->n_rot;
-    if (flags & HALF_ROTATED) c->n_rot /= 2;
+    if (!n_rot[WINDOWED]) n_rot[WINDOWED] = h->hd_local < c->hd ? h->hd_local : n_rot[FULL];
+    if (flags & HALF_ROTATED) n_rot[FULL] /= 2;
     if (h->rope_alpha > 0 && c->hd > 2)   // NTK-aware: slows low frequencies most
-        c->rope_base *= powf(h->rope_alpha, c->hd / (c->hd - 2.0f));
-    if (c->n_rot % 2 || c->n_rot > c->hd || c->n_rot_local % 2 || c->n_rot_local > h->hd_local ||
-        !(c->rope_base > 0 && c->rope_base_local > 0))
-        refuse(ld, "RoPE: %d dimensions of %d at base %g; in windows %d of %d at base %g", c->n_rot,
-               c->hd, c->rope_base, c->n_rot_local, h->hd_local, c->rope_base_local);
+        c->rope_base[FULL] *= powf(h->rope_alpha, c->hd / (c->hd - 2.0f));
+    int hd[] = {[FULL] = c->hd, [WINDOWED] = h->hd_local};
+    for (int kind = FULL; kind <= WINDOWED; kind++)
+        if (n_rot[kind] % 2 || n_rot[kind] > hd[kind] || !(c->rope_base[kind] > 0))
+            refuse(ld, "RoPE%s: %d dimensions of %d at base %g", kind == FULL ? "" : " in windows",
+                   n_rot[kind], hd[kind], c->rope_base[kind]);
 }
 
 // Derives what follows from several keys at once, and checks that they agree.
@@ -2484,7 +2474,6 @@ static void derive_config(Loader *ld) {
     derive_rope(ld);
 }
 
-// Fills Config: from its row of ARCHS, from the file, and from what follows from both.
 static void load_config(Loader *ld) {
     enum { MISSING = -1 };   // below what KEYS allows: the file must have this eps
     Config *c = &ld->m->config;
@@ -2495,14 +2484,14 @@ static void load_config(Loader *ld) {
     if (c->norm == NORM_RMS) ld->hints.eps_rms = gemma3 || ocr ? 1e-6f : MISSING;
     else c->eps = MISSING;
     c->pooling = -1;
-    c->rope_base = 10000;   // if neither row nor file says otherwise
+    c->rope_base[FULL] = 10000;   // if neither row nor file says otherwise
     c->yarn_fast = 32;
     c->rope_factor = c->rope_mag = c->yarn_slow = c->n_loops = 1;
     c->weights_scale = c->value_scale = 1;
     if (!c->gating) c->gating = GATING_SOFTMAX;
     load_keys(ld, NULL);                      // first the sizes
     if (ld->ok) imply_config(c, ld->arch);    // then what follows from them
-    if (bare) c->rope_base = 1e6f;
+    if (bare) c->rope_base[FULL] = 1e6f;
     if (bare && c->n_ctx >= 131072) c->rope_factor = 8;
     load_keys(ld, NULL);                      // then the file again, which overrides it
     if (ld->ok) derive_config(ld);
@@ -2529,7 +2518,7 @@ static bool weights_load(Model *m, Error *e) {
     if (!ld.ok) return false;
     // a layer that rotates fewer numbers than others reads the first divisors
     bool all = ld.arch->flags & HALF_ROTATED || !c->local_unscaled;
-    uint64_t n_freqs = larger(c->n_rot, all ? c->n_rot_local : 0) / 2;
+    uint64_t n_freqs = larger(c->n_rot[FULL], all ? c->n_rot[WINDOWED] : 0) / 2;
     m->freqs = load_vector(&ld, "rope_freqs", ".weight", n_freqs);
     m->freqs_long = load_vector(&ld, "rope_factors_long", ".weight", n_freqs);
     m->freqs_short = load_vector(&ld, "rope_factors_short", ".weight", n_freqs);
@@ -2559,10 +2548,7 @@ static bool weights_load(Model *m, Error *e) {
     if (c->per_layer) load_inputs(&ld, NULL);
     m->layers = calloc((size_t)c->n_layer * c->n_loops, sizeof *m->layers);
     if (!m->layers) refuse(&ld, "out of memory");
-    for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) {
-        snprintf(ld.prefix, sizeof ld.prefix, "blk.%d.", ld.l);
-        load_layer(&ld, &m->layers[ld.l]);
-    }
+    for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) load_layer(&ld, &m->layers[ld.l]);
     if (ld.ok) check_tensors(&ld);
     if (ld.ok) repeat_layers(m, ld.hints.loops_bare);
     const Meta *never = gguf_find(m->gguf, "tokenizer.ggml.suppress_tokens");
@@ -2579,15 +2565,11 @@ void model_close(Model *m) {
     for (size_t i = 0; i < m->n_owned; i++) free(m->owned[i].base);
     if (m->tokenizer) tokenizer_close(m->tokenizer);
     if (m->gguf) gguf_close(m->gguf);
-    free(m->tokenizer);
-    free(m->gguf);
-    free(m->owned);
-    free(m->layers);
-    free(m->suppressed.id);
+    void *memory[] = {m->tokenizer, m->gguf, m->owned, m->layers, m->suppressed.id};
+    for (size_t i = 0; i < COUNT(memory); i++) free(memory[i]);
     *m = (Model){0};
 }
 
-// Opens a file with its tokenizer and, if wanted, its weights.
 static bool model_load(Model *m, const char *path, bool weights, Error *e) {
     Error why;
     *m = (Model){.gguf = calloc(1, sizeof *m->gguf)};
@@ -2623,10 +2605,9 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 
 // ---- 14. positions ----
 //
-// For texts longer than those of training, RoPE's angles are slowed down: all alike (linear), each
-// by a factor of its own (Llama 3, longrope), or low frequencies more than high ones (YaRN, arXiv
-// 2309.00071). Models of images divide RoPE's pairs among three positions, which are the same in
-// text; pairs left over stand still.
+// Beyond the texts of training RoPE's angles slow down: all alike (linear), each by a factor of its
+// own (Llama 3, longrope), or low frequencies more than high ones (YaRN, arXiv 2309.00071). Models
+// of images divide the pairs among three positions, which are the same in text; others stand still.
 
 // Adds to x the embeddings of its position and of token type 0, and norms the sum.
 static void add_embeddings(Session *s, float *x, size_t i) {
@@ -2645,8 +2626,9 @@ static void add_embeddings(Session *s, float *x, size_t i) {
 }
 
 // Returns the pair whose angle makes this many turns in the original context.
-static double yarn_pair(const Config *c, double turns, int n_rot, double base) {
-    return n_rot * log(c->n_ctx_orig / (turns * 2 * M_PI)) / (2 * log(base));
+static double yarn_pair(const Config *c, double turns, int kind) {
+    double pairs = c->n_rot[kind] * log(c->n_ctx_orig / (turns * 2 * M_PI));
+    return pairs / (2 * log(c->rope_base[kind]));
 }
 
 // Does pair i stand still, because it belongs to none of the three positions?
@@ -2662,14 +2644,13 @@ static bool pair_still(const Config *c, int i) {
 static float rope_scaling(const Model *m, int kind, int window, double *freq) {
     const Config *c = &m->config;
     bool unscaled = kind == WINDOWED && c->local_unscaled, yarn = c->yarn && !unscaled;
-    double base = kind == WINDOWED ? c->rope_base_local : c->rope_base;
-    int n_rot = kind == WINDOWED ? c->n_rot_local : c->n_rot;
+    int n_rot = c->n_rot[kind];
     double scale = unscaled ? 1 : 1.0 / c->rope_factor;
     const float *divide = window > c->n_ctx_orig ? m->freqs_long : m->freqs_short;
     if (m->freqs) divide = m->freqs;
     if (unscaled) divide = NULL;
-    double low = fmax(0, floor(yarn_pair(c, c->yarn_fast, n_rot, base)));
-    double high = fmin(n_rot - 1, ceil(yarn_pair(c, c->yarn_slow, n_rot, base)));
+    double low = fmax(0, floor(yarn_pair(c, c->yarn_fast, kind)));
+    double high = fmin(n_rot - 1, ceil(yarn_pair(c, c->yarn_slow, kind)));
     for (int i = 0; i < n_rot / 2; i++) {
         double own = freq[i] / (divide ? divide[i] : 1);
         double ramp = 1 - fmin(1, fmax(0, (i - low) / fmax(0.001, high - low)));   // 1: unscaled
@@ -2771,8 +2752,7 @@ static void activate(float *out, const float *gate, const float *up, int n, int 
     else assert(!"an activation that has no loop");
 }
 
-// up = min(act(gate), limit) * up, with up held within -limit .. limit; Maple has act(min(gate,
-// limit)) instead
+// up = min(act(gate), limit) * up, with up within -limit .. limit; Maple: act(min(gate, limit))
 static void activate_limited(const Config *c, float *gate, float *up, int n, float limit) {
     for (int i = 0; c->limit_first && i < n; i++) gate[i] = gate[i] > limit ? limit : gate[i];
     activate(gate, NULL, gate, n, c->act);
@@ -2803,9 +2783,6 @@ static void activate_more(const Session *s, const Ffn *f, float *gate, float *up
     else activate(up, gate, up, ff, c->act);
 }
 
-// A row of the cache that a query does not see has the weight 0, but 0 times a NaN is a NaN. So
-// non-finite numbers of a value v [n] become 0 here, and its key gets a NaN, which enters the
-// scores of the queries that see the row, and no other scores.
 static void cache_finite(uint16_t *v, int n, uint16_t *key) {
     enum { EXPONENT = 0x7C00 };   // of an f16; all of it is set in infinities and NaNs
     int damaged = 0;
@@ -2916,8 +2893,7 @@ static bool adds_more(const Layer *w) {
 
 static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
 
-// Returns what an embedding is pooled from: the normed rows of n tokens of the last chunk, from
-// token `first` on.
+// returns norm(x) of n tokens of the last chunk, from `first` on: embeddings are pooled from them
 static const float *hidden_rows(Session *s, int first, int n) {
     size_t dim = s->m->config.dim;
     gpu_fetch(s, s->x + first * dim, n * dim * sizeof *s->x);
@@ -2952,8 +2928,7 @@ static void add_more_row(Session *s, const void *arg, size_t i) {
 // Squeezed experts ("latent" in files) read fewer numbers than the stream has: one product makes
 // their input, another one widens their sum.
 
-// Loads the router, the experts, and a shared expert. In: n_used, and ff of Gemma 4's dense FFN.
-// Out: ff is the width of an expert.
+// Loads router, experts and a shared expert. In: n_used, Gemma 4's dense ff. Out: an expert's ff.
 static void load_experts(Loader *ld, Layer *w) {
     static const FfnNames sparse = {"ffn_gate_exps", "!ffn_up_exps", "!ffn_down_exps",
                                     "ffn_gate_up_exps"};
@@ -2966,7 +2941,6 @@ static void load_experts(Loader *ld, Layer *w) {
     c->n_used = larger(c->n_used, w->n_used);
     w->router = load_unscaled(ld, "!ffn_gate_inp", c->dim, n, 1);   // its .scale is of its input
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
-    if (!w->router_bias) w->router_bias = load_vector(ld, "exp_probs_b", "", n);
     w->squeeze = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
     bool squeezed = w->squeeze.data, gated = c->act != ACT_RELU2;
     int wide = squeezed ? w->squeeze.rows : c->dim;   // of an expert's input
@@ -3004,8 +2978,7 @@ static void load_experts(Loader *ld, Layer *w) {
 enum { MAX_EXPERTS = MAX_JOBS / 2 };   // that run together, each with two jobs, gate and up
 
 // Returns the matrix of expert i. Experts lie w->step bytes apart, and their biases as many rows
-// apart as these bytes hold, because w may be only some of the rows that a file has for each
-// expert.
+// apart as these bytes hold, because w may be only some of each expert's rows in the file.
 static Matrix matrix_expert(const Matrix *w, int i) {
     Matrix one = *w;
     one.data += i * w->step;
@@ -3069,8 +3042,7 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
     for (int k = 0; k < n_used; k++) weight[k] *= scale;
 }
 
-// Sorts the indices of all choices by expert, into s->order. This counting sort is stable, so that
-// a token's sum does not depend on its neighbours.
+// Sorts choices by expert, into s->order. It is stable: no token's sum depends on its neighbours.
 static void sort_choices(const Session *s, int n) {
     int start[MOST_EXPERTS + 1] = {0}, n_expert = s->m->config.n_expert;
     for (int i = 0; i < n; i++) start[s->chosen[i] + 1]++;
@@ -3106,9 +3078,8 @@ static void add_expert(ExpertCall *call, const Layer *w, int e, int n, ExpertRow
     call->back[k] = (Matmul){&call->down[k], r.up, r.out, n};
 }
 
-// Counts the scratch of experts before there are choices. No choice needs more than this case: one
-// expert has `limit` tokens, and each other one FEW + 1, the fewest that take a tile and
-// waste most of it. (The arena asserts it in each run.)
+// Counts the scratch of experts. No choice needs more than this: one expert has `limit` tokens,
+// each other one FEW + 1, the fewest that waste most of a tile. (The arena asserts it.)
 static void count_experts(Session *s, int limit) {
     ExpertCall call = {0};
     float place[MAX_EXPERTS];   // a place for each, as no two experts share their packed x
@@ -3122,9 +3093,8 @@ static void count_experts(Session *s, int limit) {
     matmul(s->pool, &s->op_scratch, call.back, call.n_experts);
 }
 
-// Runs the first experts of `order`, as many as fit the buffers of `limit` rows, each with all its
-// tokens, and adds their results to sum [n][..]. Returns how many of the `left` choices it ran;
-// choice k is of token k / n_used.
+// Runs the first experts of `order` that fit into `limit` rows, each with all its tokens, and adds
+// their results to sum [n][..]. Returns how many choices it ran; choice k is of token k / n_used.
 static int run_experts(Session *s, const int32_t *order, int left, int limit, float *sum) {
     const Layer *w = &s->m->layers[s->l];
     size_t dim = w->down.rows, ff = w->ff;
@@ -3181,8 +3151,7 @@ static void experts(Session *s) {
     if (!w->shared_up.data) return;
     if (w->expert_norm.w) each_row(s, norm_row, &w->ffn_norm, n);   // the input as it was
     if (w->shared_router.data) product(s, &w->shared_router, s->normed, s->route);
-    Ffn shared = {&w->shared_gate, &w->shared_up, &w->shared_down, w->limit_ffn};
-    ffn(s, &shared, s->expert_out);
+    ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down, w->limit_ffn}, s->expert_out);
     each_row(s, add_shared_row, w, n);
 }
 
@@ -3538,7 +3507,8 @@ static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
 // Sets the widths of the queries and values that a head stands for; the scale follows from them.
 // RoPE scaling sharpens the scores, too. Files give a tenth of yarn_log.
 static void derive_latent(Config *c, uint64_t flags) {
-    bool swapped = c->hd != c->lora + c->n_rot && c->latent_hd == c->lora + c->n_rot;   // by Ollama
+    int wide = c->lora + c->n_rot[FULL];   // of a row of the cache
+    bool swapped = c->hd != wide && c->latent_hd == wide;   // by Ollama
     if (!c->latent_hd || swapped) c->latent_hd = c->hd;
     if (!c->latent_vd || swapped) c->latent_vd = c->vd;
     if (c->lora) c->attn_scale = 1 / sqrtf(c->latent_hd);
@@ -3599,18 +3569,16 @@ static void latent_row(Session *s, const void *arg, size_t i) {
     float *q = s->mix + i * w->q.rows, *to = s->q + i * w->n_head * w->hd + w->vd;
     float *row = s->k + i * w->hd;
     const float *turn = s->angles[w->window ? WINDOWED : FULL] + i * w->n_rot;
-    bool pairs = c->rope == ROPE_PAIRS;
-    int step = pairs ? 2 : 1, apart = pairs ? 1 : w->n_rot / 2;   // see rope
     sharpen(s, q, w->q.rows, pos);
     norm(row, row, w->vd, &w->latent_norm, NORM_RMS, c->eps);
-    if (w->rotated) turn_pairs(row + w->vd, turn, w->n_rot, step, apart);
+    if (w->rotated) rope(row + w->vd, turn, w->n_rot, c->rope);
     uint16_t *to_row = kv->k + (size_t)slot * w->hd;
     narrow(row, w->hd, to_row);
     cache_finite(to_row, w->vd, to_row + w->vd);   // the rotated numbers are no value's
     kv->pos[slot] = pos;
     for (int h = 0; h < w->n_head; h++, q += hd, to += w->hd) {
         memcpy(to, q + hd - w->n_rot, w->n_rot * sizeof *q);
-        if (w->rotated) turn_pairs(to, turn, w->n_rot, step, apart);
+        if (w->rotated) rope(to, turn, w->n_rot, c->rope);
     }
 }
 
@@ -3735,10 +3703,9 @@ static void add_layer_input(Session *s) {
 
 // ---- 23. memory ----
 
-// An arena hands out buffers from one stretch of memory. A plan takes them, and runs twice: on an
-// arena without memory (base NULL) it only counts bytes, then it places the buffers in as much
-// memory. Where a plan sets `used` back, buffers that never live together share bytes; `peak` is
-// the most in use.
+// An arena hands out buffers from one stretch of memory; without memory (base NULL) it only counts
+// their bytes. Where a plan sets `used` back, buffers that never live together share bytes; `peak`
+// is the most in use.
 static void *arena_take(Arena *a, uint64_t count, uint64_t size) {
     uint64_t at = a->used;
     a->used += (count * size + 63) / 64 * 64;
@@ -3808,7 +3775,6 @@ static uint64_t count_op_scratch(Session *s) {
 // another mixer), of the FFN (or experts), and of the logits never live together: they share bytes.
 static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
-    int n_rot[] = {[FULL] = c->n_rot, [WINDOWED] = c->n_rot_local};
     uint64_t n = s->o.chunk, f = sizeof(float), op_scratch = count_op_scratch(s);
     Widths most = {0};
     for (int l = 0; l < c->n_layer; l++) widen(&most, c, &s->m->layers[l]);
@@ -3818,13 +3784,12 @@ static void plan_scratch(Session *s, Arena *a) {
     s->normed = arena_take(a, n * c->dim, f);
     s->out = arena_take(a, n * c->dim, f);
     s->inputs = arena_take(a, n * c->n_layer * c->per_layer, f);
-    for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * n_rot[i], f);
-    for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, n_rot[i] / 2, sizeof(double));
+    for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * c->n_rot[i], f);
+    for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, c->n_rot[i] / 2, sizeof(double));
     s->slopes = arena_take(a, c->n_head, f);
     s->n_index = s->o.draft > 0 ? larger(2 * (uint64_t)s->o.window, 4096) : 0;
     s->index = arena_take(a, s->n_index, sizeof *s->index);
-    // SmallThinker routes before attention
-    s->route = arena_take(a, n * larger(c->n_expert, 1), f);
+    s->route = arena_take(a, n * larger(c->n_expert, 1), f);   // SmallThinker: before attention
     uint64_t start = a->used;   // 1: attention or another mixer
     s->q = arena_take(a, n * most.q, f);
     s->k = arena_take(a, n * most.k, f);
@@ -3852,9 +3817,8 @@ static void plan_scratch(Session *s, Arena *a) {
     s->penalized = arena_take(a, c->n_vocab, sizeof *s->penalized);
 }
 
-// Runs a plan to learn the size, and again to place the buffers: in whole pages, which a GPU can
-// share and which the system zeroes when they are first touched. what: names the buffers, and what
-// to try if there is no memory for them.
+// Runs a plan to learn the size, and again to place the buffers, in whole pages, which a GPU can
+// share and the system zeroes at the first touch. what: names them, and what to try if it fails.
 static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e) {
     Arena a = {0};
     plan(s, &a);
@@ -4090,8 +4054,7 @@ typedef struct Tokenizer {
     size_t detokenize_max;           // most bytes that detokenize writes at once
 } Tokenizer;
 
-// An id need not be in the vocabulary, because many models pad their embedding with rows for more
-// tokens. Such a token has no text and is unused.
+// Many models pad their embedding with ids past the vocabulary. They have no text and are unused.
 typedef struct { Str text; int type; } Token;   // type: with its flags
 
 static Token token_at(const Tokenizer *t, int32_t id) {
@@ -4245,8 +4208,8 @@ static size_t character_bytes(const Work *w, size_t i) {   // at byte i of the w
     return len < n ? len : n;
 }
 
-static void add_id(Work *w, int32_t id) {   // tokenize has made room; id -1: adds nothing
-    if (id >= 0) w->out->id[w->out->n++] = id;
+static void add_id(Work *w, int32_t id) {   // -1: adds nothing
+    if (id >= 0) w->failed |= !tokens_add(w->out, id);
 }
 
 // Joins the parts of a word and adds their ids. A part that is no token becomes the tokens of its
@@ -4476,7 +4439,7 @@ static void unigram_tokenize(Work *w, const char *s, size_t n_bytes) {
         int32_t id = dictionary_find(&t->tokens, w->text + i, part[i]);
         if (id < 0 || !token_is(t, id, UNIGRAM_TYPES)) id = t->unk;
         bool again = id == t->unk && w->out->n > before && w->out->id[w->out->n - 1] == id;
-        if (id >= 0 && !again) w->failed |= !tokens_add(w->out, id);
+        if (!again) add_id(w, id);
     }
     free(best);
 }
@@ -4504,7 +4467,7 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
             int32_t id = special_at(w, at, len);
             if (id < 0) continue;
             text_tokenize(w, s, at - s, len - 1);   // the text in front of the token
-            w->failed |= !tokens_add(w->out, id);
+            add_id(w, id);
             w->space = t->space_prefix;
             s = at + len;
             if (token_at(t, id).type & TOKEN_STRIP)
@@ -4526,27 +4489,26 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
     if (t->kind == TOKENIZER_NONE || t->no_rules)
         return fail(e, "%s: give it --tokens", *t->note ? t->note : "the model has no tokenizer");
     if (n > TEXT_MAX) return fail(e, "%zu bytes of text are too many", n);
-    // A word has at most m bytes, and the text at most m ids, because a bad byte reads as U+FFFD,
-    // whose three bytes may be spelled as two each. Unigram takes its own memory.
+    // A word has at most m bytes, because a bad byte reads as U+FFFD, whose three bytes may be
+    // spelled as two each. Unigram takes its own memory.
     size_t m = t->kind == TOKENIZER_UNIGRAM ? 0 : 6 * n + 8;
     Work w = {.t = t, .out = out, .all = text, .mark = mark,
               .types = flags & TOKENS_SPECIAL ? SPECIAL_TYPES : 1 << TOKEN_USER};
     int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
     w.space = t->space_prefix && (before < 0 || token_is(t, before, SPECIAL_TYPES));
     size_t size = (n + 2) * sizeof *w.ch + m * (2 * sizeof *w.cost + sizeof *w.part + 2);
-    w.cost = tokens_room(out, out->n + m) ? malloc(size) : NULL;
+    w.cost = malloc(size);
     if (!w.cost) return fail(e, "out of memory");
     w.ch = (Char *)(w.cost + 2 * m);
     w.part = (uint32_t *)(w.ch + n + 2);
     w.text = (char *)(w.part + m);
     bool add = flags & TOKENS_ADD, bos = add && t->add_bos;
     size_t next = out->n + 1;
-    if (bos) w.failed |= !tokens_add(out, t->bos);
+    if (bos) add_id(&w, t->bos);
     text_tokenize(&w, text, n, t->tokens.longest);
     if (bos && out->n > next && out->id[next] == t->bos)   // the text brings its own
         memmove(out->id + next, out->id + next + 1, (--out->n - next) * sizeof *out->id);
-    if (add && t->add_eos)
-        w.failed |= !tokens_add(out, t->kind == TOKENIZER_WPM ? t->sep : t->eos);
+    if (add && t->add_eos) add_id(&w, t->kind == TOKENIZER_WPM ? t->sep : t->eos);
     free(w.cost);
     return !w.failed || fail(e, "out of memory");
 }
@@ -4585,10 +4547,8 @@ size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
     int type = token_at(t, id).type & TOKEN_TYPE;
     size_t n = 0;
     d->started = true;
-    if (type == TOKEN_BYTE && s.n == 6) {   // <0x0A>
-        char hex[] = {s.s[3], s.s[4], 0};
-        return utf8_push(d, strtol(hex, NULL, 16), out);
-    }
+    if (type == TOKEN_BYTE && s.n == 6 && s.s[5] == '>')   // <0x0A>
+        return utf8_push(d, strtol(s.s + 3, NULL, 16), out);
     for (size_t i = 0, used; i < s.n; i += used) {
         uint32_t c = utf8_decode(s.s + i, s.n - i, &used);
         int byte = type == TOKEN_USER ? -1 : char_to_byte(t, c);
@@ -5035,8 +4995,7 @@ static Str strip(Template *t, Str s, Value set, int side) {
     return s;
 }
 
-// s in another case: `how` is the first letter of upper, lower, capitalize or title. Letters beyond
-// ASCII stay as they are.
+// s in another case, of ASCII alone: `how` is the first letter of upper, lower, capitalize or title
 static Str recased(Template *t, Str s, char how) {
     char *c = copy(t, s);
     for (size_t i = 0; i < s.n; i++) {
@@ -5124,10 +5083,8 @@ static Value *entry(Template *t, const Dict *d, Value key) {   // NULL: it is no
 
 static void set(Template *t, Dict *d, Value key, Value v) {
     Value *old = entry(t, d, key);
-    if (!old) {
-        push(t, &d->pairs, key);
-        push(t, &d->pairs, v);
-    } else *old = v;
+    if (old) *old = v;
+    else push_all(t, &d->pairs, (List){(Value[]){key, v}, 2});
 }
 
 static Dict *new_dict(Template *t, Dict *outer) {
@@ -5225,8 +5182,7 @@ static Str quoted(Template *t, Str s, Str text, bool json) {   // s, then text i
     return concat(t, s, (Str){known, 1});
 }
 
-// s, then v as JSON or as Python has it. Each element's line begins with `line` and `indent`; line
-// empty: one line.
+// s, then v as JSON or as Python has it; each element is behind `line` and `indent`, unless empty
 static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent) {
     bool dict = v.kind == V_DICT;
     const char *brackets = dict ? "{}" : "[]";
@@ -6192,9 +6148,8 @@ static UNUSED void show_progress(const char *text) {
     fprintf(stderr, "\r%*s\r%.*s", width, "", width, text);
 }
 
-// A float as large as ROUNDER, 1.5 * 2^23, has no bits for a fraction. If |x| is less than 2^22, x
-// + ROUNDER is ROUNDER plus x rounded to an integer, and its bits are ROUNDER_BITS plus that
-// integer.
+// A float as large as ROUNDER, 1.5 * 2^23, has no bits for a fraction. If |x| < 2^22, x + ROUNDER
+// is ROUNDER plus x rounded to an integer, and its bits are ROUNDER_BITS plus that integer.
 static const float ROUNDER = 12582912.0f;
 enum { ROUNDER_BITS = 0x4b400000 };
 
@@ -6242,8 +6197,7 @@ static void soft_cap(float *x, size_t n, float cap) {
 }
 
 // Weights are prefetched. L1 can have some 16 requests of 64 bytes in flight, 10 GB/s at 100 ns
-// each, and L2 48. So L2 fetches from memory far ahead of the reader, and L1 from L2 shortly
-// before.
+// each, L2 48. So L2 fetches from memory far ahead of the reader, and L1 from L2 shortly before.
 #if defined(__AMX_TILE__) || defined(__AMXTILE__)   // gcc, clang
 enum { L1_AHEAD = 2048, L2_AHEAD = 8192 };   // bytes; these are the fastest on a Xeon
 #else
@@ -6421,8 +6375,7 @@ static void run_row(Task t) {
     r->fn(r->s, r->arg, t.i);
 }
 
-// forward also runs dry, without buffers, to learn how much scratch it takes. Then only matmul and
-// attention do something: they count.
+// in forward's dry run (see count_op_scratch) there are no buffers, and rows do nothing
 static void each_row(Session *s, RowFn *fn, const void *arg, int n) {
     if (s->op_scratch.base) parallel(s->pool, run_row, &(RowTask){s, fn, arg}, n);
 }
@@ -6496,7 +6449,6 @@ INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
-
 INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }   // a / b, rounded up
 INLINE vf larger_of(vf a, vf b) {
     vi more = a > b;
@@ -6621,15 +6573,13 @@ static void narrow(const float *x, int n, uint16_t *to) {
 //
 // token_pack rounds the activations to TokenActs. Then the matvec function of the weights' format,
 // which matmul finds in `formats`, decodes 256 weights at a time and adds their products (dot256).
-// Up to FEW tokens meet the same decoded weights. Each token has sums of its own, added in the
-// order that they would have if it were alone, so its numbers do not depend on how many tokens
-// there are.
+// Up to FEW tokens meet the same decoded weights. Each token has sums of its own, added in the same
+// order as if it were alone, so its numbers do not depend on other tokens.
 
 // Rounds 32 floats to int8 codes q = x / d and returns d, rounded to f16 as in ggml. `sum` gets the
 // sums of the first 16 codes, of the other 16 and of all. Positive floats have the order of their
 // bits, and adding ROUNDER leaves the nearest integer in the low bits, so these are loops of
-// integers, which compilers turn into vector code. lo and hi are unsigned because a NaN's bits
-// overflow.
+// integers, which become vector code. lo and hi are unsigned because a NaN's bits overflow.
 static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
     int32_t bits[32], top = 0;
     float most, y[32];
@@ -6672,8 +6622,7 @@ static void token_pack(UNUSED const Matrix *w, const float *x, int count, UNUSED
     }
 }
 
-// decodes 256 weights d q + m, ordered as in TokenActs, to q[256], d[16], m[16]; restrict lets
-// compilers read b once
+// decodes 256 weights d q + m, in TokenActs' order, to q[256], d[16], m[16]; nothing aliases b
 #define DECODE_ARGS const uint8_t *restrict b, int8_t *q, float *d, float *m
 typedef void DecodeFn(DECODE_ARGS);
 // computes rows r .. end-1 of out, without the matrix's scale and bias, for the job's n <= FEW
@@ -6926,9 +6875,8 @@ enum { TILE = 16, VECTORS = TILE / LANES, PANELS = BY_LANES(2, 1, 1), MAX_TOKENS
 // Copies words of 32 bits (a float, four codes or two bf16), `columns` of them from each of 16
 // rows, to columns of 16. Rows lie `stride` words apart. AVX-512 rounds `columns` up to whole 4.
 #if defined(SIMD_VNNI)
-// Four columns at a time. Vector i gets four words of each of rows i, 4+i, 8+i and 12+i, those of a
-// row in 128 bits. Then 128 bits of the four vectors have 4 x 4 words, which two steps of unpacking
-// transpose, and each vector is a column.
+// Four columns at a time. Vector i gets four words of each of rows i, 4+i, 8+i and 12+i, a row's in
+// 128 bits. So 128 bits of all four are 4 x 4 words, which two steps of unpacking transpose.
 static void transpose(const void *rows, int stride, int columns, void *to) {
     for (int k = 0; k < columns; k += 4) {
         float *column = (float *)to + TILE * k;
@@ -6956,9 +6904,8 @@ static void transpose(const void *rows, int stride, int columns, void *to) {
 }
 #endif
 
-// Adds sums [PANELS][tokens][16] to out, as far as the job has such rows and tokens. Those of a
-// row's first weights overwrite out; those of its last weights bring the matrix's scale and bias,
-// too.
+// Adds sums [PANELS][tokens][16] to out, as far as the job has such rows and tokens. A row's first
+// weights overwrite out, its last ones bring the matrix's scale and bias, too.
 static void tile_out(const Product *p, int tokens, const vf *sums) {
     const Matrix *w = p->job->w;
     bool overwrites = p->k == 0, is_last = p->k + p->depth == w->cols;
@@ -6991,8 +6938,7 @@ enum { FLOAT_DEPTH = 512, PACKED_TOKENS = BY_LANES(8, 5, 4),
        FLOAT_KEYS = 64, FLOAT_TOKENS = BY_LANES(8, 4, 4) };
 
 // out[i][t][16] = sum over k < depth of w[i][k][16] * x[t * next + k * step], for each panel i and
-// token t; if `adds`, the sums are added to out. Panels of w lie w_size floats apart, panels of out
-// out_size and tokens of x `next`.
+// token t; added to out, if `adds`. Panels of w lie w_size floats apart, those of out out_size.
 INLINE void tile_float(const float *w, size_t w_size, const float *x, int tokens, size_t next,
                        size_t step, int depth, bool adds, float *out, size_t out_size) {
     vf sum[PANELS][PACKED_TOKENS][VECTORS] = {{{{0}}}};
@@ -7009,8 +6955,7 @@ INLINE void tile_float(const float *w, size_t w_size, const float *x, int tokens
         }
 }
 
-// Packs activations to [cols][PACKED_TOKENS]. Unpacked, rows that lie a power of two apart would
-// compete for the same few lines of L1.
+// to [cols][PACKED_TOKENS]: rows that lie a power of two apart would compete for few lines of L1
 static void float_pack(UNUSED const Matrix *w, const float *x, int count, int token, void *acts) {
     for (int j = 0; j < count; j++) ((float *)acts)[j * PACKED_TOKENS + token] = x[j];
 }
@@ -7037,10 +6982,9 @@ static const Tile float_tile = {.tokens = PACKED_TOKENS, .step = 1024, .depth = 
 // ---- 32. the int8 tile ----
 //
 // A dot product starts at the bits of ROUNDER, so that, seen as a float, it is ROUNDER + dot, and
-// no integer is converted. For 32 weights of each of LANES rows and one token, dot_bytes is called
-// 8 times; a scale takes 2 instructions, an offset 1. A tile has as many rows and tokens as
-// registers hold, with two sums for each vector; on x86 two vectors of rows share the loads of
-// activations.
+// no integer is converted. For 32 weights of LANES rows and one token, dot_bytes is called 8 times;
+// a scale takes 2 instructions, an offset 1. A tile has as many rows and tokens as registers hold,
+// with two sums for each vector; on x86 two vectors of rows share loads of activations.
 
 enum { INT8_DEPTH = 1024, INT8_TOKENS = BY_LANES(6, 3, 4) };
 
@@ -7087,8 +7031,7 @@ static void int8_pack(UNUSED const Matrix *w, const float *x, int count, int tok
 
 // A bias makes signed codes unsigned, and its products are subtracted by offsets m (for dot_pairs)
 // or by Int8Acts.start (CODE_BIAS). Q2_K, which has 4-bit scales and codes up to 3, is folded:
-// scale and code are multiplied here, eight codes in a word, and all weights of a block share one
-// scale.
+// scales multiply codes here, eight in a word, so that all weights of a block share one scale.
 static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *panel) {
     const Format *f = &formats[w->type];
     Int8Panel *p = panel;
@@ -7117,8 +7060,7 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
 }
 
 // total[i][t][16] = the products of panel i with token t of the batch. A group of weights has 1 or
-// 2 `scales`, each of `step` weights, and 0 to 2 `offsets`. dot_pairs adds `run` words of four
-// codes.
+// 2 `scales`, each of `step` weights, and 0 to 2 `offsets`. dot_pairs adds `run` words of codes.
 INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scales, int offsets,
                       int max_pairs, vf *total) {
     enum { T = INT8_TOKENS, V = PANELS * VECTORS };
@@ -7226,8 +7168,7 @@ static void pack_task(Task t) {
 }
 
 // Computes rows r .. end-1 for tokens t .. t_end-1, where t begins a batch. Rows are rounded up to
-// whole tiles: past the matrix's end panels repeat its last row, and tile_out leaves these rows
-// out.
+// whole tiles: past the matrix's end panels repeat its last row, which tile_out leaves out.
 static void multiply_tiles(const JobPlan *plan, int64_t r, int64_t end, int t, int t_end,
                            char *panels) {
     const Matrix *w = plan->job->w;
@@ -7284,8 +7225,7 @@ static void matmul_task(Task t) {
 }
 
 // Plans the packing of a job's activations, unless an earlier job packs the same. The tile depends
-// on the format, the CPU and whether there are few tokens, but never on sizes, so small tests run
-// the code that large models run.
+// on the format, the CPU and FEW, never on sizes, so small tests run the code of large models.
 static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, const Matmul *job) {
     const Matrix *w = job->w;
     const JobPlan *same = call->job;
@@ -7333,7 +7273,6 @@ static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
     }
 }
 
-// Computes k products; an arena without memory only counts the buffers that they take.
 static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
     MatmulCall call;
     size_t mark = arena->used;
@@ -7356,8 +7295,7 @@ static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
 // and all query heads that share a KV head share each block. top starts at -FLT_MAX and a masked
 // score is -INFINITY, so no difference is inf - inf, which would be a NaN.
 
-// How many of `keys` rows from r on do queries at positions first .. last see? Rows that no query
-// sees are passed over, and rows that all see need no mask.
+// How many of `keys` rows from r on do queries at first .. last see? If all, no mask is needed.
 enum { NONE_SEEN, SOME_SEEN, ALL_SEEN };
 static int block_seen(const Attention *a, int r, int keys, int first, int last) {
     int any = 0, all = 1, end = smaller(r + keys, a->rows);
@@ -7712,8 +7650,7 @@ static void join_partials(const FewCall *call, int head) {
     for (int e = 0; e < a->vd && sum != 0; e++) out[e] /= sum;
 }
 
-// Does one split of a unit for one query. A query that sees fewer blocks than others has empty
-// Partials, which change no sum.
+// Does one split of a unit for a query. If that sees fewer blocks, empty Partials add nothing.
 static void query_split(const FewCall *call, int query, int unit, int split) {
     const Attention *a = call->a;
     int sharing = a->n_head / a->n_kv, first = unit * call->heads, kv = first / sharing;
@@ -7881,8 +7818,7 @@ INLINE vf upper_bits(vf x) {   // rounded to the nearest bf16
     vu bits = (vu)x;
     return (vf)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
 }
-// stores 32 floats as sums of `parts` bf16, which lie `next` bytes apart; each part rounds what the
-// parts before it leave
+// stores 32 floats as sums of `parts` bf16, `next` bytes apart; each rounds what earlier ones leave
 INLINE void store_parts(void *to, size_t next, int parts, vf lo, vf hi) {
     for (int p = 0; p < parts; p++, lo -= upper_bits(lo), hi -= upper_bits(hi))
         store_bf16((char *)to + p * next, lo, hi);
@@ -7969,10 +7905,9 @@ static void amx_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *p
         else amx_floats(w, r, k + i, smaller(depth - i, 256), to);
 }
 
-// out[2 * i + j] = the 16 x 16 products of rows 16 i .. of a and the columns at b + j * next; if
-// `adds`, they are added to out. a and b are `deep` tiles, of some parts each. Part i of a number
-// is about 2^-8i of it, so parts i of a and j of b meet if i + j < order. out[2] NULL: a has 16
-// rows.
+// out[2 * i + j] = the 16 x 16 products of rows 16 i .. of a and the columns at b + j * next, added
+// to out if `adds`. a and b are `deep` tiles, of some parts each. Part i of a number is about 2^-8i
+// of it, so parts i of a and j of b meet if i + j < order. out[2] NULL: a has 16 rows.
 INLINE void amx_product(const AmxActs *a, int a_parts, const void *b, int b_parts, size_t next,
                         int deep, int order, bool adds, float *const out[4]) {
     const char *columns = b;
@@ -8136,9 +8071,8 @@ static int best_first(const void *a, const void *b) {   // ties: the lower id
     return (x->id > y->id) - (x->id < y->id);
 }
 
-// Brings the k best of n to the front, in order. A candidate not worse than c[k - 1], the k-th best
-// of the last sort, moves behind the first k. When there are k more, all 2k are sorted and the k
-// best stay: about n log k steps in place.
+// A candidate not worse than c[k - 1], the k-th best of the last sort, moves behind the first k.
+// When there are k more, all 2k are sorted and the k best stay: about n log k steps in place.
 static void sort_top(Candidate *c, size_t n, size_t k) {
     size_t gathered = k;
     qsort(c, k, sizeof *c, best_first);
@@ -8155,8 +8089,7 @@ static void sort_top(Candidate *c, size_t n, size_t k) {
 }
 
 // Returns a logit that at least k of l [n] reach, and few more if k is far below COLUMNS: the k-th
-// best of the columns' largest, in l as a matrix of COLUMNS columns. k 0: all reach it; c is
-// scratch.
+// best of the largest in each of COLUMNS columns of l. k 0: all reach it; c is scratch.
 static float least_of_top(Candidate *c, const float *l, size_t n, int k) {
     enum { COLUMNS = 256 };
     float best[COLUMNS];
@@ -8169,8 +8102,7 @@ static float least_of_top(Candidate *c, const float *l, size_t n, int k) {
     return c[k - 1].logit;
 }
 
-// Makes candidates, in the order of their ids, of the logits l [n] that may be among the k best (0:
-// of all), about 43 for k = 40. Returns their number.
+// in the order of their ids, and few besides the k best: about 43 for k = 40
 static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
     enum { STEP = 64 };   // logits that the compiler compares at once
     float least = least_of_top(c, l, n, k);
@@ -8186,8 +8118,7 @@ static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
     return kept;
 }
 
-// Sorts the best candidates to the front, as many as it takes for their weights to reach `share`;
-// 128 are nearly always enough.
+// sorts 128, which are nearly always enough, else eight times as many, and so on
 static void sort_share(Candidate *c, size_t n, double share) {
     size_t k = 16, sorted;
     double sum;
@@ -8698,10 +8629,9 @@ static bool names_role(Str line) {
     return str_cut(&line, "@") && is(line, "system user assistant");
 }
 
-// Makes messages of the text that was given. A file is a conversation if its first line is @system,
-// @user or @assistant: each such line begins a message. Where a message itself has such a line, a
-// backslash stands before it. Lines end as the first one does, with \n or \r\n. All other text is
-// one message of the user.
+// Makes messages of the given text. A file is a conversation if its first line is @system, @user or
+// @assistant: each such line begins a message. A backslash stands before one that is text. Lines
+// end as the first one does, with \n or \r\n. All other text is one message of the user.
 static bool chat_read(Cli *cli) {
     Str rest = {cli->text.s, cli->text.n}, role = NOTHING;
     Text text = {0};
@@ -9173,7 +9103,7 @@ static void print_unread(const Model *m) {
         if (list && v->n > n_layer)
             fprintf(stderr, "note: key %.*s has %llu values for %d layers\n", STR_ARG(v->key),
                     (unsigned long long)v->n, (int)n_layer);
-        if (!v->used && key_matters(v, arch, m->config.rope_base))
+        if (!v->used && key_matters(v, arch, m->config.rope_base[FULL]))
             fprintf(stderr, "note: key %.*s is not used\n", STR_ARG(v->key));
     }
 }

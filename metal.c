@@ -1604,8 +1604,8 @@ static void send_tokens(Session *s, const int32_t *ids, int n, int pos) {
     each_row(s, angles_row, &s->m->config, n);
     device_send(g, g->now, NOW_COUNTS * sizeof *g->now);
     device_send(g, g->ids, n * sizeof *g->ids);
-    device_send(g, s->angles[FULL], (size_t)n * c->n_rot * sizeof(float));
-    device_send(g, s->angles[WINDOWED], (size_t)n * c->n_rot_local * sizeof(float));
+    device_send(g, s->angles[FULL], (size_t)n * c->n_rot[FULL] * sizeof(float));
+    device_send(g, s->angles[WINDOWED], (size_t)n * c->n_rot[WINDOWED] * sizeof(float));
 }
 
 // embedding and all layers

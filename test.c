@@ -1250,7 +1250,7 @@ static void test_gguf_shapes(void) {
         const Model *m = odd_model(&rows[i]);
         if (i > 2 && i < 8) {
             const Config *c = &m->config;
-            float x[] = {c->eps, c->rope_base, c->rope_factor, c->n_rot, c->rope};
+            float x[] = {c->eps, c->rope_base[FULL], c->rope_factor, c->n_rot[FULL], c->rope};
             CHECK(!memcmp(x, ollamas[i - 3], sizeof x), "row %zu, of Ollama's", i);
         }
         if (i < 2) got[i] = logits_of(m, ids, 3, (Options){.threads = 1});
@@ -1363,10 +1363,10 @@ static void test_gguf_whole(void) {
         {{"mistral3", 2, "", "rope.scaling.beta_slow=7.5"}, offsetof(Config, yarn_slow)},
         {{"mistral3", 2, "", "rope.scaling.mscale_all_dim=7.5"}, offsetof(Config, yarn_log)},
         {{"mistral3", 2, "", "rope.scaling_beta=7.5"}, offsetof(Config, sharpen_scale)},
-        {{"gemma3", 2, "tk", "rope.global.freq_base=7.5"}, offsetof(Config, rope_base)},
-        {{"gemma3", 2, "tk", "rope.local.freq_base=7.5"}, offsetof(Config, rope_base_local)},
-        {{"laguna", 2, "Vk", "rope.swa.freq_base=7.5"}, offsetof(Config, rope_base_local)},
-        {{"cogvlm", 2, "f", "rope.freq_base=7.5"}, offsetof(Config, rope_base)},   // it is ignored
+        {{"gemma3", 2, "tk", "rope.global.freq_base=7.5"}, offsetof(Config, rope_base[FULL])},
+        {{"gemma3", 2, "tk", "rope.local.freq_base=7.5"}, offsetof(Config, rope_base[WINDOWED])},
+        {{"laguna", 2, "Vk", "rope.swa.freq_base=7.5"}, offsetof(Config, rope_base[WINDOWED])},
+        {{"cogvlm", 2, "f", "rope.freq_base=7.5"}, offsetof(Config, rope_base[FULL])},   // ignored
     };
     double read[4];   // bytes of a token, by loops: each reads all layers, of 48 x 32 and more
     for (int i = 1; i < 4; i++) {
@@ -1560,7 +1560,7 @@ static void test_alibi_and_alpha(void) {
         for (int h = 0; h < n; h++) CHECK(slope[h] == want[h], "%d heads: %g", n, slope[h]);
     }
     Shape hunyuan = {"hunyuan-dense", 1, "kT", "rope.scaling.alpha=1000."};
-    double base = random_model(&hunyuan)->config.rope_base;
+    double base = random_model(&hunyuan)->config.rope_base[FULL];
     CHECK(fabs(base / 26826957.95 - 1) < 1e-6, "hunyuan's base is %.10g", base);
     for (int i = 0; i < 2; i++) {   // as llama.cpp's graph of both does
         Shape experts = {i ? "minicpm" : "granite", 1, "xT", EXPERT_KEYS "logit_scale=1."};
@@ -1589,7 +1589,7 @@ static void test_alibi_and_alpha(void) {
     Shape ocr = {"deepseek2-ocr", 1, "", "rope.dimension_count=8 rope.scaling.factor=4."};
     const Model *plain = random_model(&ocr);   // only the scores know of the factor
     float factor = rope_frequencies(plain, FULL, 0, far), score = plain->config.attn_scale;
-    CHECK(*far == 1 && factor == 1 && plain->config.n_rot == HEAD, "ocr: %g, %g", *far, factor);
+    CHECK(*far == 1 && factor == 1 && plain->config.n_rot[FULL] == HEAD, "ocr %g %g", *far, factor);
     CHECK(fabs(score * 4 - pow(1 + log(4) / 10, 2)) < 1e-6, "ocr: a scale of %g", score);
 }
 
@@ -1957,7 +1957,7 @@ static double check_shape(const Shape *shape) {
 
 // The NUMBERS that names of ARCHS imply, for a width of 64, a head of 16 and four layers, or as
 // many as stand here. 0, or another name: as in the last row.
-static const char *const NUMBERS[] = {"embd_scale", "attn_scale", "rope_base_local", "attn_cap",
+static const char *const NUMBERS[] = {"embd_scale", "attn_scale", "rope_base[WINDOWED]", "attn_cap",
     "logit_cap", "window", "alibi", "residual_scale", "logit_scale", "local_unscaled and _plain"};
 static const struct { const char *name; int n_layer; float x[10]; } IMPLIED[] = {
     {"gemma", 0, {8}}, {"gemma2", 46, {8, 0.125f, 0, 50, 30, 4096}},
@@ -1997,10 +1997,10 @@ static void check_names(void) {   // has every name of ARCHS a shape, and its nu
         c.dim = 64;
         c.n_head = 1;
         c.hd = 16;
-        c.rope_base = 500;
+        c.rope_base[FULL] = 500;
         c.n_layer = n ? n : 4;
         imply_config(&c, &ARCHS[k]);
-        float x[] = {c.embd_scale, c.attn_scale, c.rope_base_local, c.attn_cap, c.logit_cap,
+        float x[] = {c.embd_scale, c.attn_scale, c.rope_base[WINDOWED], c.attn_cap, c.logit_cap,
                      c.window, c.alibi, c.residual_scale, c.logit_scale,
                      c.local_unscaled + c.local_no_mag};
         EACH_WORD(name, ARCHS[k].names, " *") {
@@ -4914,7 +4914,7 @@ static void lab_heads(Lab *x, const AttentionCase *t) {
         .norm = strchr(t->what, 'c') ? NORM_LAYER : NORM_RMS, .eps = 1e-5f, .attn_scale = 0.2f,
         .qk_norm_late = strchr(t->what, 'l'),
         .rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing,   // the layer has none
-        .n_rot = t->n_rot, .attn_cap = t->softcap, .causal = t->causal,
+        .n_rot = {t->n_rot}, .attn_cap = t->softcap, .causal = t->causal,
         .alibi = t->slopes, .sharpen_length = 8,
         .sharpen_scale = strchr(t->what, 't') ? 0.7f : 0};
     x->w = (Layer){.n_head = H, .n_kv = KV, .hd = hd, .vd = vd, .n_rot = t->n_rot,
