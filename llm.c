@@ -6545,7 +6545,7 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
 }
 #else
 enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };
-INLINE vi dot_bytes(vi sum, vi w, vi x) {
+static vi dot_bytes(vi sum, vi w, vi x) {   // no INLINE: gcc would take minutes
     UNROLL for (int left = 24; left >= 0; left -= 8)   // >> 24 leaves a byte with its sign
         sum += (w << left >> 24) * (x << left >> 24);
     return sum;
