@@ -155,7 +155,7 @@ typedef struct {
     int n_expert, n_used;      // in a layer; that a token uses at most
     int n_group, n_group_used; // experts stand in groups, of which a token uses some (DeepSeek)
     bool routed_first;         // the router reads the stream before attention (SmallThinker)
-    int gating;                // GATING_SOFTMAX or GATING_SIGMOID
+    int gating;                // SOFTMAX or SIGMOID
     bool weights_normed;         // the weights of the chosen experts are divided by their sum
     float weights_scale;         // factor of their weights
     float router_scale;        // factor of the router's product, if its input is normed (Gemma 4)
@@ -1531,7 +1531,7 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // golden/ has llama.cpp's logits for the names with a star. The names in files follow no rule.
 
 enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };   // Layer.mixer
-enum { GATING_SOFTMAX = 1, GATING_SIGMOID };         // Config.gating
+enum { SOFTMAX = 1, SIGMOID };         // Config.gating
 
 enum {   // what only loading needs to know
     EMBD_SQRT = 1 << 0,           // embeddings are multiplied by sqrt(dim)
@@ -1571,7 +1571,7 @@ typedef struct {
 
 static const Arch ARCHS[] = {   // the first row with the file's name and n_layer counts
     {"llama* mistral3* ernie4_5-moe", .c = {.rope = ROPE_PAIRS, .weights_normed = true}},
-    {"llama4*", .c = {.rope = ROPE_PAIRS, .span = 8192, .window = 8192, .gating = GATING_SIGMOID,
+    {"llama4*", .c = {.rope = ROPE_PAIRS, .span = 8192, .window = 8192, .gating = SIGMOID,
      .qk_norm_late = true, .inputs_weighed = true, .sharpen_scale = 0.1f, .sharpen_length = 8192},
      .flags = QK_NORM_BARE, .period = 4, .no_rope = 4},
     {"maincoder", .c = {.rope = ROPE_PAIRS, .qk_norm_late = true}},
@@ -1584,11 +1584,10 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"muse-glimmer*", .c = {.rope = ROPE_PAIRS, .embd_normed = true, .local_unscaled = true,
      .logit_cap = 30}, .flags = GATE | LOCAL_ROPE, .period = 4},
     {"laguna*", .c = {.softplus_gates = true, .local_unscaled = true, .local_no_mag = true,
-     .gating = GATING_SIGMOID}, .flags = GATE | FULL_FIRST, .period = 4},
-    {"afmoe", .c = {.gating = GATING_SIGMOID}, .flags = GATE | EMBD_SQRT,
-     .period = 4, .no_rope = 4},
+     .gating = SIGMOID}, .flags = GATE | FULL_FIRST, .period = 4},
+    {"afmoe", .c = {.gating = SIGMOID}, .flags = GATE | EMBD_SQRT, .period = 4, .no_rope = 4},
     {"spark2_5", .c = {.act = ACT_GELU}, .flags = GATE, .period = 4},
-    {"step35*", .c = {.gating = GATING_SIGMOID, .rope_base[WINDOWED] = 10000,
+    {"step35*", .c = {.gating = SIGMOID, .rope_base[WINDOWED] = 10000,
      .local_unscaled = true}, .flags = GATE | HALF_ROTATED, .period = 4},
     {"kimi-linear*", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .no_rope = 1},
     {"bailingmoe3*", .c = {.rope = ROPE_PAIRS}, .flags = GATE},
@@ -1613,14 +1612,14 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"command-r", .c = {.norm = NORM_LAYER, .rope = ROPE_PAIRS}, .flags = MAY_BE_PARALLEL},
     {"cohere2", .c = {.norm = NORM_LAYER, .rope = ROPE_PAIRS},
      .flags = LOCAL_ROPE | MAY_BE_PARALLEL, .period = 4},
-    {"cohere2moe*", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID},
+    {"cohere2moe*", .c = {.rope = ROPE_PAIRS, .gating = SIGMOID},
      .flags = LOCAL_ROPE | FULL_FIRST | MAY_BE_PARALLEL | SHARED_AVERAGED, .period = 4},
     {"exaone4", .c = {.window = 4096}, .flags = LOCAL_ROPE, .period = 4, .n_layer = 64},
     {"phi3* qwen2* qwen3* bailingmoe2 exaone exaone4 falcon-h1* olmoe openelm paddleocr "
      "pangu-embedded qwen2moe qwen2vl seed_oss", .flags = 0},   // as a Llama, but on halves
     {"plamo", .flags = MAY_BE_PARALLEL},
     {"qwen3vl", .c = {.sections_mixed = true}},
-    {"glm4moe* dots1 hy_v3", .c = {.gating = GATING_SIGMOID}},
+    {"glm4moe* dots1 hy_v3", .c = {.gating = SIGMOID}},
     {"exaone-moe", .flags = LOCAL_ROPE, .period = 4},
     {"smallthinker", .c = {.act = ACT_RELU, .weights_normed = true, .routed_first = true},
      .flags = FULL_FIRST | WINDOW_SET, .period = 4, .n_layer = 4},
@@ -1630,9 +1629,9 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
      .flags = LOCAL_ROPE, .period = 4},
     {"mellum", .period = 4,
      .c = {.weights_normed = true, .local_unscaled = true, .local_no_mag = true}},
-    {"mimo2", .c = {.weights_normed = true, .gating = GATING_SIGMOID, .rope_base[WINDOWED] = 10000,
+    {"mimo2", .c = {.weights_normed = true, .gating = SIGMOID, .rope_base[WINDOWED] = 10000,
      .local_unscaled = true}, .flags = LOCAL_SINKS, .period = 6},
-    {"minimax-m2", .c = {.weights_normed = true, .gating = GATING_SIGMOID}},
+    {"minimax-m2", .c = {.weights_normed = true, .gating = SIGMOID}},
     {"phimoe* qwen3moe* qwen3next* lfm2moe*", .c = {.weights_normed = true}},
     {"qwen3vlmoe", .c = {.weights_normed = true, .sections_mixed = true}},
     {"qwen35* qwen35moe", .c = {.key_tiled = true, .weights_normed = true, .sections_mixed = true}},
@@ -1653,18 +1652,16 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"gemma4*", .c = {.act = ACT_GELU, .rope_base[WINDOWED] = 10000, .local_unscaled = true,
      .values_normed = true, .logit_cap = 30, .weights_normed = true},
      .flags = EMBD_SQRT, .period = 6},
-    {"deepseek2*", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID},
-     .flags = YARN_LOG, .n_layer = 47},
+    {"deepseek2*", .c = {.rope = ROPE_PAIRS, .gating = SIGMOID}, .flags = YARN_LOG, .n_layer = 47},
     {"deepseek2*", .c = {.rope = ROPE_PAIRS}, .flags = YARN_LOG},
     {"mistral4 deepseek32", .c = {.rope = ROPE_PAIRS}, .flags = YARN_SCORES},
-    {"glm-dsa", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID}, .flags = YARN_SCORES},
+    {"glm-dsa", .c = {.rope = ROPE_PAIRS, .gating = SIGMOID}, .flags = YARN_SCORES},
     {"orion stablelm", .c = {.norm = NORM_LAYER}, .flags = MAY_BE_PARALLEL},
     {"codeshell falcon gptneox phi2 starcoder2", .c = {.norm = NORM_LAYER, .act = ACT_GELU},
      .flags = MAY_BE_PARALLEL},
     {"dbrx", .c = {.norm = NORM_LAYER, .weights_normed = true}},
     {"nemotron jais2", .c = {.norm = NORM_LAYER, .act = ACT_RELU2}},
-    {"nemotron_h nemotron_h_moe*", .c = {.rope = ROPE_NONE, .act = ACT_RELU2,
-     .gating = GATING_SIGMOID}},
+    {"nemotron_h nemotron_h_moe*", .c = {.rope = ROPE_NONE, .act = ACT_RELU2, .gating = SIGMOID}},
     {"lfm2", .period = NO_LAYER},
     {"gpt2 starcoder mpt*", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope = ROPE_NONE}},
     {"jais*", .c = {.norm = NORM_LAYER, .rope = ROPE_NONE}, .flags = SCALE_BY_HEAD},
@@ -1925,9 +1922,8 @@ static const Meta *arch_meta(const Loader *ld, const char *key) {
     return v;
 }
 
-// Returns the number under a key, or this layer's number if it is an array; without such a key,
-// `otherwise`. An array needs a value for each layer of the file, also for those that do not run;
-// patterns may be longer (print_unread notes it).
+// Returns the number under a key, or this layer's in an array, or else `otherwise`. An array needs
+// a value for each layer of the file, also for those that do not run; patterns may be longer.
 static double load_number(Loader *ld, const char *key, double otherwise) {
     const Meta *v = arch_meta(ld, key), *blocks = arch_meta(ld, "block_count");
     if (!v) return otherwise;
@@ -2090,15 +2086,14 @@ static void load_latent(Loader *ld, Layer *w), derive_latent(Config *c, uint64_t
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
-// Loads n matrices of the same input [cols]: rows of the tensor `name`, or tensors of their own.
-static void load_fused(Loader *ld, const char *name, int cols, int n_expert, const Slice *part,
-                       int n) {
+// Loads matrices, or n of each, of the same input: rows of tensor `name`, or tensors of their own.
+static void load_fused(Loader *ld, const char *name, int cols, int n, const Slice *p, int parts) {
     int rows = 0, at = 0;
-    for (int i = 0; i < n; i++) rows += part[i].rows;
-    Matrix all = load_matrix(ld, name, cols, rows, n_expert);
-    for (int i = 0; i < n; at += part[i++].rows) {
-        if (all.data) *part[i].w = matrix_rows(all, at, part[i].rows);
-        else *part[i].w = load_matrix(ld, part[i].name, cols, part[i].rows, n_expert);
+    for (int i = 0; i < parts; i++) rows += p[i].rows;
+    Matrix all = load_matrix(ld, name, cols, rows, n);
+    for (int i = 0; i < parts; at += p[i++].rows) {
+        if (all.data) *p[i].w = matrix_rows(all, at, p[i].rows);
+        else *p[i].w = load_matrix(ld, p[i].name, cols, p[i].rows, n);
     }
 }
 
@@ -2492,7 +2487,7 @@ static void load_config(Loader *ld) {
     c->yarn_fast = 32;
     c->rope_factor = c->rope_mag = c->yarn_slow = c->n_loops = 1;
     c->weights_scale = c->value_scale = 1;
-    if (!c->gating) c->gating = GATING_SOFTMAX;
+    if (!c->gating) c->gating = SOFTMAX;
     load_keys(ld, NULL);                      // first the sizes
     if (ld->ok) imply_config(c, ld->arch);    // then what follows from them
     if (bare) c->rope_base[FULL] = 1e6f;
@@ -2596,16 +2591,14 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 // idea, and begins with the load_ function of its tensors. Read experts (16), then the gated delta
 // rule (18), of which the state space is a variation.
 //
-//   14  positions           learned ones, RoPE beyond the texts of training, ALiBi, far queries
-//   15  steps of blocks     activations, bounds, damaged values, gates of attention
-//   16  experts             in place of the FFN
-//   17  the convolution     recurrent mixers, in place of attention or beside it, whose memory of
-//   18  the delta rule      earlier tokens has a fixed size
-//   19  the state space
-//   20  their layers        how a layer with such a mixer is loaded, and runs
-//   21  latent attention    keys and values are made of one short vector
-//   22  Gemma 4             borrowed caches, an input for each layer
-//   23  memory              the buffers and states of all blocks
+//   14 positions           learned ones, RoPE beyond the texts of training, ALiBi, far queries
+//   15 steps of blocks     activations, bounds, damaged values, gates of attention
+//   16 experts             in place of the FFN
+//   17 to 20               recurrent mixers, whose memory of earlier tokens has a fixed size: the
+//                          convolution, the delta rule, the state space, and layers that have one
+//   21 latent attention    keys and values are made of one short vector
+//   22 Gemma 4             borrowed caches, an input for each layer
+//   23 memory              the buffers and states of all blocks
 
 // ---- 14. positions ----
 //
@@ -2706,8 +2699,7 @@ static void sharpen(const Session *s, float *q, size_t n, int pos) {
 
 // ---- 15. steps of blocks ----
 
-// Returns x held within -limit .. limit. A NaN stays a NaN: fminf and fmaxf would turn it into a
-// number, and a damaged model would go on talking.
+// A NaN stays a NaN: fminf would turn it into a number, and a damaged model would go on talking.
 static inline float within(float x, float limit) {
     x = x < -limit ? -limit : x;
     return x > limit ? limit : x;
@@ -3013,7 +3005,7 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
     float *p = s->route + i * n_expert, *weight = s->weight + i * n_used;
     int32_t *chosen = s->chosen + i * n_used;
     float score[MOST_EXPERTS], top = p[0], all = 0, scores = 0, sum = 0, scale = c->weights_scale;
-    bool sigmoid = c->gating == GATING_SIGMOID;
+    bool sigmoid = c->gating == SIGMOID;
     for (int e = 1; e < n_expert; e++) top = fmaxf(top, p[e]);
     for (int e = 0; e < n_expert; e++) {
         if (sigmoid) p[e] = 1 / (1 + expf(-p[e]));
@@ -7345,8 +7337,7 @@ typedef struct {
     void (*attend)(const Attention *a, const KeyBlock *b, QueryTile *q);
 } AttentionTile;
 
-// Turns scores s[keys][16] of scaled queries into weights exp(score - top), with the new top, and
-// adds the weights to q->sum. The sums of earlier blocks fade.
+// Turns scores s[keys][16] into weights exp(score - top) and adds them to q->sum. Older sums fade.
 static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, float *restrict s) {
     vf top[VECTORS];
     float most[TILE], total[TILE] = {0}, fade[TILE];
@@ -7408,15 +7399,14 @@ typedef struct {
     size_t work_size;
 } ManyCall;
 
-// Packs a task's `count` queries: number j is of token first + j / sharing, head kv * sharing + j %
+// Packs a task's n queries: number j is of token first + j / sharing, head kv * sharing + j %
 // sharing. Copies of the last query fill the last tiles. rows [16][hd32] must be zeros on entry.
-static void many_start(const ManyCall *call, QueryTile *q, float *rows, int kv, int first,
-                       int count) {
+static void many_start(const ManyCall *call, QueryTile *q, float *rows, int kv, int first, int n) {
     const Attention *a = call->a;
     int hd32 = up_to_32(a->hd);
     for (int j = 0; j < call->tiles * TILE; j++) {
         QueryTile *tile = &q[j / TILE];
-        int lane = j % TILE, at = j < count ? j : count - 1;
+        int lane = j % TILE, at = j < n ? j : n - 1;
         int head = kv * call->sharing + at % call->sharing, token = first + at / call->sharing;
         const float *from = a->q + ((size_t)token * a->n_head + head) * a->hd;
         for (int e = 0; e < a->hd; e++) rows[lane * hd32 + e] = from[e] * a->scale;
@@ -7576,8 +7566,7 @@ static void query_softmax(const Attention *a, const int32_t *pos, int head, floa
     if (fade < 1) for (int e = 0; e < a->vd; e++) partial->out[e] *= fade;
 }
 
-// out[heads][vectors * LANES] += weights s times this part of each key's values, with all sums in
-// registers; rows of out lie `stride` floats apart
+// out[heads][vectors * LANES] += weights s times a part of the values; all sums are in registers
 INLINE void query_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
                           int heads, int vectors, float s[][BLOCK_KEYS], float *out,
                           size_t stride) {
