@@ -1331,15 +1331,6 @@ static double tensor_bytes(const Tensor *t) {   // as a double, which no hostile
     return (double)quant_row_bytes(t->type, t->ne[0]) * t->ne[1] * t->ne[2] * t->ne[3];
 }
 
-// points t->data at the tensor's bytes, which must lie in the map; offsets count from `start`
-static bool tensor_place(Tensor *t, const Map *map, size_t start, Error *e) {
-    uint64_t at = t->offset;
-    double size = tensor_bytes(t), room = fmax(0, (double)map->size - start - at);
-    if (size > room) return fail(e, "%.0f bytes, the file has %.0f: is it truncated?", size, room);
-    t->data = map->base + start + at;
-    return true;
-}
-
 // compares two Meta or two Tensors, both of which begin with their name
 static int name_compare(const void *a, const void *b) {
     const Str *x = a, *y = b;
@@ -1461,8 +1452,7 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
         if (!read_tensor(&in, &t[k], align, &why))
             return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
     size_t start = (in.p - map->base + align - 1) / align * align;   // where the data begin
-    // Each tensor must begin where the one before it ends. A gap means that the earlier tensor has
-    // another size than its type and shape say, so that we would misread it.
+    // a tensor that does not begin where the one before it ends shows that we misread that one
     if (n_tensors && t->offset) return fail(e, "tensor %.*s: not at offset 0", STR_ARG(t->name));
     for (size_t k = 1; k < n_tensors; k++) {
         double room = (double)t[k].offset - t[k - 1].offset, size = tensor_bytes(&t[k - 1]);
@@ -1471,9 +1461,13 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
                         STR_ARG(t[k - 1].name), size, quant_name(t[k - 1].type), STR_ARG(t[k].name),
                         room);
     }
-    for (size_t k = 0; k < n_tensors; k++)
-        if (!tensor_place(&t[k], map, start, &why))
-            return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
+    for (size_t k = 0; k < n_tensors; k++) {
+        double size = tensor_bytes(&t[k]), room = fmax(0, (double)map->size - start - t[k].offset);
+        if (size > room)
+            return fail(e, "tensor %.*s: %.0f bytes, the file has %.0f: is it truncated?",
+                        STR_ARG(t[k].name), size, room);
+        t[k].data = map->base + start + t[k].offset;
+    }
     g->n_tensors += n_tensors;
     if (i == 0) g->n_meta = n_meta;
     return true;
@@ -1563,8 +1557,7 @@ typedef struct {
     const char *names;         // "llama* mistral3*"
     Config c;                  // what differs from a Llama's; a file's keys override it
     int flags;
-    uint8_t period;            // every period-th layer sees all, the others a window; 0: all layers
-                               // see all; NO_LAYER: none does
+    uint8_t period;            // one in `period` sees all, others a window; 0: all do; NO_LAYER: none
     uint8_t no_rope;           // every no_rope-th layer has no RoPE
     uint8_t n_layer;           // the row is for models of this many layers; 0: for any
 } Arch;
@@ -3708,7 +3701,7 @@ static void *arena_take(Arena *a, uint64_t count, uint64_t size) {
 // the most floats that a token takes in each buffer
 typedef struct { uint64_t q, k, v, att, mix, z, ff, squeezed; } Widths;
 
-static void widen(Widths *most, const Config *c, const Layer *w) {   // so that layer w fits
+static void widen(Widths *most, const Layer *w) {   // so that layer w fits
     size_t heads = (size_t)w->n_head * w->hd;
     size_t gates = (size_t)w->q.rows > heads ? heads : 0;   // in q
     most->q = larger(most->q, heads);
@@ -3716,14 +3709,12 @@ static void widen(Widths *most, const Config *c, const Layer *w) {   // so that 
     most->v = larger(most->v, w->v.rows);
     most->att = larger(most->att, (size_t)w->n_head * w->vd);
     most->ff = larger(most->ff, larger(w->ff, w->shared_up.rows));
-    most->ff = larger(most->ff, c->per_layer);
     most->squeezed = larger(most->squeezed, w->squeeze.rows);
-    // gates of attention; latent attention: inputs of q, of k_b and of o
-    most->mix = larger(most->mix, 2 * gates);
+    // gates of attention, a convolution's channels; latent attention: inputs of q, of k_b and of o
+    most->mix = larger(most->mix, larger(2 * gates, w->conv_in.rows));
     if (w->k_b.data) most->mix = larger(most->mix, larger(w->q.rows, w->o.cols));
     most->z = larger(most->z, larger(w->q_a.rows, w->z.rows + gates + w->attn_gate.rows));
-    // recurrent mixers: the convolution's channels; the result, and inputs of alpha and z
-    most->mix = larger(most->mix, w->conv_in.rows);
+    // recurrent mixers: the result, and inputs of alpha and z
     most->att = larger(most->att, larger(w->z.rows, w->alpha_a.rows + w->z_a.rows));
 }
 
@@ -3767,8 +3758,8 @@ static uint64_t count_op_scratch(Session *s) {
 static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     uint64_t n = s->o.chunk, f = sizeof(float), op_scratch = count_op_scratch(s);
-    Widths most = {0};
-    for (int l = 0; l < c->n_layer; l++) widen(&most, c, &s->m->layers[l]);
+    Widths most = {.ff = c->per_layer};
+    for (int l = 0; l < c->n_layer; l++) widen(&most, &s->m->layers[l]);
     s->op_scratch.base = arena_take(a, 1, op_scratch);
     s->op_scratch.size = op_scratch;
     s->x = arena_take(a, n * c->dim, f);
@@ -4480,8 +4471,7 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
     if (t->kind == TOKENIZER_NONE || t->no_rules)
         return fail(e, "%s: give it --tokens", *t->note ? t->note : "the model has no tokenizer");
     if (n > TEXT_MAX) return fail(e, "%zu bytes of text are too many", n);
-    // A word has at most m bytes, because a bad byte reads as U+FFFD, whose three bytes may be
-    // spelled as two each. Unigram takes its own memory.
+    // most bytes of a word: a bad byte, U+FFFD, may be spelled as 6; unigram has its own memory
     size_t m = t->kind == TOKENIZER_UNIGRAM ? 0 : 6 * n + 8;
     Work w = {.t = t, .out = out, .all = text, .mark = mark,
               .types = flags & TOKENS_SPECIAL ? SPECIAL_TYPES : 1 << TOKEN_USER};
@@ -7282,8 +7272,7 @@ static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
 // Online softmax (arXiv 1805.02867, 2205.14135) reads the cache in blocks of rows. A query keeps
 // `top`, the largest score so far, the sum of its weights exp(score - top), and the weighted sum of
 // values. When top grows, both sums fade by exp(old top - new top). So there is no n x n buffer,
-// and all query heads that share a KV head share each block. top starts at -FLT_MAX and a masked
-// score is -INFINITY, so no difference is inf - inf, which would be a NaN.
+// and all query heads that share a KV head share each block. top is finite, see plain_head.
 
 // How many of `keys` rows from r on do queries at first .. last see? If all, no mask is needed.
 enum { NONE_SEEN, SOME_SEEN, ALL_SEEN };
