@@ -1217,7 +1217,7 @@ static bool str_cut(Str *s, const char *head) {   // takes head off the front, i
 // its meaning: the name of a verified model in ARCHS, of one that needs the key in KEYS.
 static const char *find_str(Str word, const char *words) {
     if (!word.n || memchr(word.s, 0, word.n) || memchr(word.s, ' ', word.n)) return NULL;
-    for (; *words; words += strspn(words, " ")) {
+    for (; words && *words; words += strspn(words, " ")) {
         if (!strncmp(words, word.s, word.n) && strchr("* ", words[word.n])) return words + word.n;
         words += strcspn(words, " ");
     }
@@ -1557,7 +1557,7 @@ typedef struct {
     const char *names;         // "llama* mistral3*"
     Config c;                  // what differs from a Llama's; a file's keys override it
     int flags;
-    uint8_t period;            // one in `period` sees all, others a window; 0: all do; NO_LAYER: none
+    uint8_t period;            // one in `period` sees all, others a window; 0: all; NO_LAYER: none
     uint8_t no_rope;           // every no_rope-th layer has no RoPE
     uint8_t n_layer;           // the row is for models of this many layers; 0: for any
 } Arch;
@@ -2434,7 +2434,7 @@ static void derive_rope(Loader *ld) {
     int hd[] = {[FULL] = c->hd, [WINDOWED] = h->hd_local};
     for (int kind = FULL; kind <= WINDOWED; kind++)
         if (n_rot[kind] % 2 || n_rot[kind] > hd[kind] || !(c->rope_base[kind] > 0))
-            refuse(ld, "RoPE%s: %d dimensions of %d at base %g", kind == FULL ? "" : " in windows",
+            refuse(ld, "RoPE%s %d of %d dimensions at base %g", kind == FULL ? ":" : " in windows",
                    n_rot[kind], hd[kind], c->rope_base[kind]);
 }
 
