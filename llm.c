@@ -1525,7 +1525,8 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // golden/ has llama.cpp's logits for the names with a star. The names in files follow no rule.
 
 enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };   // Layer.mixer
-enum { SOFTMAX = 1, SIGMOID };         // Config.gating
+enum { SOFTMAX = 1, SIGMOID };                       // Config.gating
+enum { NO_LAYER = 255 };                             // Arch.period
 
 enum {   // what only loading needs to know
     EMBD_SQRT = 1 << 0,           // embeddings are multiplied by sqrt(dim)
@@ -1550,8 +1551,6 @@ enum {   // what only loading needs to know
     FFN_OR_NOTHING = 1 << 19,     // a layer without an FFN is empty
     YARN_LOG = 1 << 20,           // YARN_SCORES, and YaRN with a yarn_log leaves the cosines alone
 };
-
-enum { NO_LAYER = 255 };
 
 typedef struct {
     const char *names;         // "llama* mistral3*"
@@ -1723,8 +1722,8 @@ typedef struct {
 #define HINT(field) IN_HINTS, false, offsetof(Hints, field)
 #define LAYER(field) IN_LAYER, true, offsetof(Layer, field)
 #define ANY -FLT_MAX, FLT_MAX
-#define ROUTED "afmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "\
-               "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 step35"   // see expert_ keys
+#define MOE "afmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "\
+            "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 step35"   // see expert_ keys
 enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096 };   // of arrays
 
 static const Key KEYS[] = {
@@ -1812,11 +1811,10 @@ static const Key KEYS[] = {
     {"expert_group_count", INT, CONFIG(n_group), 0, MOST_GROUPS, "all"},
     {"expert_group_used_count", INT, CONFIG(n_group_used), 0, MOST_GROUPS, "all"},
     {"expert_gating_func", INT, CONFIG(gating), 1, 2, "bailingmoe2* bailingmoe3* kimi-linear* "
-     "lfm2moe* smallthinker* minimax-m2 " ROUTED},   // a list's first name of a model counts
-    {"expert_weights_norm", BOOL, CONFIG(weights_normed), 0, 1,
-     "bailingmoe nemotron_h_moe " ROUTED},
+     "lfm2moe* smallthinker* minimax-m2 " MOE},   // a list's first name of a model counts
+    {"expert_weights_norm", BOOL, CONFIG(weights_normed), 0, 1, "bailingmoe nemotron_h_moe " MOE},
     {"expert_weights_scale", REAL, CONFIG(weights_scale), ANY,
-     "bailingmoe deepseek kimi-linear nemotron_h_moe " ROUTED},
+     "bailingmoe deepseek kimi-linear nemotron_h_moe " MOE},
     {"ssm.conv_kernel", INT, CONFIG(conv), 0, MOST_TAPS, "all"},
     {"ssm.group_count", INT, CONFIG(n_key), 0, 1 << 14, "all"},
     {"ssm.time_step_rank", INT, CONFIG(n_value), 0, 1 << 14, "all"},
@@ -1834,7 +1832,7 @@ static const Key KEYS[] = {
 #undef HINT
 #undef LAYER
 #undef ANY
-#undef ROUTED
+#undef MOE
 
 // keys whose arrays may be longer than the model has layers
 static const char PATTERNS[] = "attention.sliding_window_pattern attention.rope_pattern";
@@ -2434,7 +2432,8 @@ static void derive_rope(Loader *ld) {
     int hd[] = {[FULL] = c->hd, [WINDOWED] = h->hd_local};
     for (int kind = FULL; kind <= WINDOWED; kind++)
         if (n_rot[kind] % 2 || n_rot[kind] > hd[kind] || !(c->rope_base[kind] > 0))
-            refuse(ld, "RoPE%s %d of %d dimensions at base %g", kind == FULL ? ":" : " in windows",
+            refuse(ld, kind == FULL ? "RoPE: %d dimensions of %d at base %g"
+                                    : "RoPE in windows %d of %d at base %g",
                    n_rot[kind], hd[kind], c->rope_base[kind]);
 }
 
@@ -2914,10 +2913,8 @@ static void add_more_row(Session *s, const void *arg, size_t i) {
 
 // Loads router, experts and a shared expert. In: n_used, Gemma 4's dense ff. Out: an expert's ff.
 static void load_experts(Loader *ld, Layer *w) {
-    static const FfnNames sparse = {"ffn_gate_exps", "!ffn_up_exps", "!ffn_down_exps",
-                                    "ffn_gate_up_exps"};
-    static const FfnNames shared = {"ffn_gate_shexp", "!ffn_up_shexp", "!ffn_down_shexp",
-                                    "ffn_up_shexp"};
+    const FfnNames sparse = {"ffn_gate_exps", "!ffn_up_exps", "!ffn_down_exps", "ffn_gate_up_exps"};
+    const FfnNames shared = {"ffn_gate_shexp", "!ffn_up_shexp", "!ffn_down_shexp", "ffn_up_shexp"};
     Config *c = &ld->m->config;
     int n = c->n_expert, dense = w->ff;
     if (w->n_used < 1 || w->n_used > n / c->n_group * c->n_group_used)
@@ -4007,8 +4004,7 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
 };
 
 enum { TOKENIZER_NONE, TOKENIZER_SPM, TOKENIZER_BPE, TOKENIZER_WPM, TOKENIZER_UNIGRAM };
-// A token's type has flags beside it: EOG ends generation, TURN opens or closes a part of a turn of
-// gpt-oss, and the white space behind STRIP is dropped.
+// Flags beside the type: EOG ends a text, TURN parts gpt-oss's turns, STRIP drops white space.
 enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE,
        TOKEN_TYPE = 15, TOKEN_EOG = 16, TOKEN_TURN = 32, TOKEN_STRIP = 64 };
 enum { SPECIAL_TYPES = 1 << TOKEN_USER | 1 << TOKEN_CONTROL | 1 << TOKEN_UNKNOWN,
@@ -4230,8 +4226,7 @@ static void word_join(Work *w) {
     }
 }
 
-// WordPiece and unigram try every part of a word that is as long as some token. With the hashes
-// [n_text + 1] of the word's beginnings each try is one step.
+// With the hashes [n_text + 1] of a word's beginnings WordPiece and unigram try a part in one step.
 static void hash_beginnings(const Work *w, uint64_t *hash) {
     hash[0] = 0;
     for (size_t i = 0; i < w->n_text; i++) hash[i + 1] = hash_text(hash[i], (Str){w->text + i, 1});
@@ -4438,8 +4433,7 @@ static int32_t special_at(const Work *w, const char *s, size_t len) {
     return marked && !anyone ? -1 : id;
 }
 
-// Cuts special tokens of up to len bytes out of a text, the longest first wherever they stand, and
-// adds their ids and those of the fragments between them.
+// Adds the ids of special tokens of up to len bytes, longest first, and of the text between them.
 static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     const Tokenizer *t = w->t;
     const char *end = s + n;
@@ -4496,8 +4490,7 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
 
 static bool token_is_eog(const Tokenizer *t, int32_t i) { return token_at(t, i).type & TOKEN_EOG; }
 
-// It is all zero at the beginning of a text. If `started`, the text continues another one and
-// keeps the space that SentencePiece puts in front of its first word.
+// All zero where a text begins. Where one goes on, `started` keeps SentencePiece's first space.
 typedef struct { char pending[4]; size_t n; bool started; } Detokenizer;
 
 // Writes the characters that one more byte completes; a byte that is not UTF-8 becomes U+FFFD.
@@ -5111,8 +5104,7 @@ static Value slice(Template *t, Value v, Value from, Value to) {   // v[from:to]
     return string_value((Str){s.s, s.n - behind(t, s, b - a).n});
 }
 
-// v.key and v[key] are the same. A member that is not there is undefined; but to ask an undefined
-// value for one, or a loop for one that it lacks, is an error.
+// v.key or v[key]. What is not there is undefined, but an error in an undefined value or a loop.
 static Value member(Template *t, Value v, Value key) {
     if (v.kind == V_UNDEFINED) must_be(t, v, V_DICT);
     Value *found = v.kind == V_DICT || v.kind == V_LOOP ? entry(t, v.dict, key) : NULL;
@@ -6586,11 +6578,10 @@ static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
 // half a group, and s[2 g + half] is that scale times the sum of the half's 16 codes.
 typedef struct { int8_t q[4][8][8]; float d[16], s[16]; } TokenActs;
 
-static void token_pack(UNUSED const Matrix *w, const float *x, int count, UNUSED int token,
-                       void *acts) {
+static void token_pack(UNUSED const Matrix *w, const float *x, int n, UNUSED int t, void *acts) {
     TokenActs *a = acts;
-    if (count < 256) memset(a, 0, sizeof *a);
-    for (int g = 0; g < count / 32; g++) {
+    if (n < 256) memset(a, 0, sizeof *a);
+    for (int g = 0; g < n / 32; g++) {
         int8_t q[32];
         int32_t sum[3];
         float d = round_32(x + 32 * g, q, sum);
@@ -8589,7 +8580,7 @@ static bool names_role(Str line) {
 // end as the first one does, with \n or \r\n. All other text is one message of the user.
 static bool chat_read(Cli *cli) {
     Str rest = {cli->text.s, cli->text.n}, role = NOTHING;
-    Text text = {0};
+    Text t = {0};
     bool ok = true, crlf = false;
     while (ok && rest.s) {
         Str line = cut_line(&rest);
@@ -8601,13 +8592,12 @@ static bool chat_read(Cli *cli) {
         if (!role.n && !(begins && cli->file && !cli->prompt))
             return chat_add(cli, str("user"), &cli->text);
         if (named) line = str_from(line, 1);   // less its @, or its backslash
-        if (begins && role.n) ok = chat_add(cli, role, &text);
+        if (begins && role.n) ok = chat_add(cli, role, &t);
         if (begins) role = line;
-        else ok = (!text.s || text_add(cli, &text, "\n", 1)) &&
-                  text_add(cli, &text, line.s, line.n);
+        else ok = (!t.s || text_add(cli, &t, "\n", 1)) && text_add(cli, &t, line.s, line.n);
     }
-    ok = ok && chat_add(cli, role, &text);
-    free(text.s);
+    ok = ok && chat_add(cli, role, &t);
+    free(t.s);
     return ok;
 }
 
