@@ -1454,12 +1454,11 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     size_t start = (in.p - map->base + align - 1) / align * align;   // where the data begin
     // a tensor that does not begin where the one before it ends shows that we misread that one
     if (n_tensors && t->offset) return fail(e, "tensor %.*s: not at offset 0", STR_ARG(t->name));
-    for (size_t k = 1; k < n_tensors; k++) {
-        double room = (double)t[k].offset - t[k - 1].offset, size = tensor_bytes(&t[k - 1]);
+    for (const Tensor *a = t, *b = t + 1; b < t + n_tensors; a++, b++) {
+        double room = (double)b->offset - a->offset, size = tensor_bytes(a);
         if (ceil(size / align) * align != room)
             return fail(e, "tensor %.*s: %.0f bytes of %s, but the offset of %.*s leaves it %.0f",
-                        STR_ARG(t[k - 1].name), size, quant_name(t[k - 1].type), STR_ARG(t[k].name),
-                        room);
+                        STR_ARG(a->name), size, quant_name(a->type), STR_ARG(b->name), room);
     }
     for (size_t k = 0; k < n_tensors; k++) {
         double size = tensor_bytes(&t[k]), room = fmax(0, (double)map->size - start - t[k].offset);
@@ -1473,8 +1472,7 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     return true;
 }
 
-// Opens path and, where it is the first of a split model, all its parts: the metadata says how
-// many there are, and they are named NAME-00001-of-00003.gguf and so on.
+// Opens path and, if that is NAME-00001-of-00003.gguf, all parts; the metadata says how many.
 static bool gguf_open(Gguf *g, const char *path, Error *e) {
     char file[4096], tail[64];
     Error why;
@@ -1837,8 +1835,7 @@ static const Key KEYS[] = {
 // keys whose arrays may be longer than the model has layers
 static const char PATTERNS[] = "attention.sliding_window_pattern attention.rope_pattern";
 
-// Tensors that a file of these architectures must have, although the engine could run without them:
-// first of layers (attention, FFN, experts, recurrent mixers), then of the model.
+// Tensors that files of these architectures must have, although the engine could run without them.
 static const struct { const char *name, *archs; } NEEDS[] = {
     {"attn_norm.weight", "gemma-embedding gemma2 gemma3 gemma4 glm4"},
     {"attn_norm.bias", "bloom codeshell falcon gpt2 gptneox jais jais2 nemotron orion phi2 phimoe "
@@ -2365,8 +2362,7 @@ static bool load_arch(Loader *ld) {
     }
     snprintf(c->name, sizeof c->name, "%.*s", STR_ARG(name));
     if (!ld->arch || !str_eq(name, c->name))
-        return refuse(ld, "architecture %.*s is not supported; --help lists those that are",
-                      STR_ARG(name));
+        return refuse(ld, "architecture %.*s is not supported; --help lists what is", STR_ARG(name));
     if (!m->gguf->n_tensors) return refuse(ld, "no tensors: this is a vocabulary, not a model");
     return ld->ok;
 }
@@ -2501,7 +2497,6 @@ static void repeat_layers(Model *m, bool bare) {
     m->config.n_layer = all;
 }
 
-// In: m->gguf, the opened file. Out: m's Config, its own tensors, and those of each layer.
 static bool weights_load(Model *m, Error *e) {
     Loader ld = {.m = m, .e = e, .ok = true, .l = -1, .hints = {.rope_tuned = true}};
     Config *c = &m->config;
@@ -2661,8 +2656,7 @@ static bool check_more(const Session *s, int n, Error *e) {
         return fail(e, "position %d is past the model's %lld learned positions", n - 1,
                     (long long)m->pos_embd.rows);
     if (!m->config.causal && n > s->o.chunk)
-        return fail(e, "an encoder sees its whole text at once: %d tokens, in a chunk of %d", n,
-                    s->o.chunk);
+        return fail(e, "an encoder sees its text at once: %d tokens, in chunks of %d", n, s->o.chunk);
     return true;
 }
 
@@ -2775,8 +2769,7 @@ static void cache_finite(uint16_t *v, int n, uint16_t *key) {
     *key = EXPONENT + 1;
 }
 
-// Before RoPE a token's heads are limited (OLMo) and normed (queries and keys in Qwen 3, values in
-// Gemma 4). After RoPE some models norm queries and keys, or sharpen queries.
+// Before RoPE heads are limited (OLMo) and normed (Qwen 3, Gemma 4), after it normed or sharpened.
 
 static void norm_heads(const Session *s, float *q, int n_head, float *k, int n_kv) {
     const Config *c = &s->m->config;
@@ -2800,8 +2793,7 @@ static void after_rope(const Session *s, float *q, int n_head, float *k, int n_k
     sharpen(s, q, n_head * s->m->layers[s->l].hd, pos);
 }
 
-// Sets how scores differ, and what a query sees. In latent attention a value is the beginning of
-// its key; encoders also see later tokens; a chunk lies in one span.
+// In latent attention a value begins its key. Encoders see later tokens. A chunk lies in one span.
 static void see_more(const Session *s, Attention *a) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
@@ -4708,8 +4700,7 @@ static bool special_keys(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// Gives tokens the types of KNOWN_TOKENS, reads the list of tokens that end a text, and notes the
-// first bytes and the lengths of special tokens for special_at and text_tokenize.
+// Sets types by KNOWN_TOKENS and the list of tokens that end a text, and what special_at looks up.
 static bool special_types(Tokenizer *t, const Gguf *g, Error *e) {
     for (size_t i = 0; i < COUNT(KNOWN_TOKENS); i++) {
         if (KNOWN_TOKENS[i].with && token_find(t, KNOWN_TOKENS[i].with) < 0) continue;
@@ -8629,7 +8620,6 @@ static bool chat_save(Cli *cli, const char *path) {
     return ok;
 }
 
-// renders messages with the model's template; think as template_render
 static bool chat_render(Cli *cli, const ChatMessage *m, size_t n, int think, Rendered *r) {
     const Tokenizer *t = cli->m.tokenizer;
     Str template = {cli->template.s, cli->template.n};
