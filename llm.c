@@ -1720,6 +1720,7 @@ typedef struct {
 #define HINT(field) IN_HINTS, false, offsetof(Hints, field)
 #define LAYER(field) IN_LAYER, true, offsetof(Layer, field)
 #define ANY -FLT_MAX, FLT_MAX
+#define GRANITES "granite granitehybrid granitemoe granite_swa "
 #define MOE "afmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "\
             "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 step35"   // see expert_ keys
 enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096 };   // of arrays
@@ -1734,10 +1735,8 @@ static const Key KEYS[] = {
     // RMSNorm's eps under that name, or under its own
     {"attention.layer_norm_epsilon", REAL, HINT(eps_rms), ANY, "nemotron_h nemotron_h_moe"},
     {"attention.layer_norm_rms_epsilon", REAL, HINT(eps_rms), 0, 1, "all"},
-    {"embedding_scale", REAL, CONFIG(embd_scale), ANY,
-     "granite granitehybrid granitemoe granite_swa minicpm"},
-    {"residual_scale", REAL, CONFIG(residual_scale), ANY,
-     "granite granitehybrid granitemoe granite_swa minicpm"},
+    {"embedding_scale", REAL, CONFIG(embd_scale), ANY, GRANITES "minicpm"},
+    {"residual_scale", REAL, CONFIG(residual_scale), ANY, GRANITES "minicpm"},
     {"logit_scale", REAL, CONFIG(logit_scale), ANY,
      "granite* granitehybrid granitemoe* granite_swa* minicpm command-r cohere2* cohere2moe* "
      "muse-glimmer*"},
@@ -1763,8 +1762,7 @@ static const Key KEYS[] = {
     {"skip_loop_final_norm", BOOL, HINT(loops_bare), 0, 1, "nanbeige"},
     {"attention.indexer.top_k", INT, CONFIG(n_exact), 1, INT_MAX, "glm-dsa* deepseek32*"},
     {"attention.causal", BOOL, CONFIG(causal), 0, 1, "all"},
-    {"attention.scale", REAL, CONFIG(attn_scale), ANY,
-     "granite granitehybrid granitemoe granite_swa"},
+    {"attention.scale", REAL, CONFIG(attn_scale), ANY, GRANITES},
     {"attn_logit_softcapping", REAL, CONFIG(attn_cap), ANY, "gemma2"},
     {"attention.value_scale", REAL, CONFIG(value_scale), ANY, "mimo2"},
     {"attention.rope_pattern", BOOL, LAYER(rotated), 0, 1, "granite_swa"},
@@ -1830,6 +1828,7 @@ static const Key KEYS[] = {
 #undef HINT
 #undef LAYER
 #undef ANY
+#undef GRANITES
 #undef MOE
 
 // keys whose arrays may be longer than the model has layers
@@ -2362,7 +2361,7 @@ static bool load_arch(Loader *ld) {
     }
     snprintf(c->name, sizeof c->name, "%.*s", STR_ARG(name));
     if (!ld->arch || !str_eq(name, c->name))
-        return refuse(ld, "architecture %.*s is not supported; --help lists what is", STR_ARG(name));
+        return refuse(ld, "architecture %.*s is not supported; --help lists all", STR_ARG(name));
     if (!m->gguf->n_tensors) return refuse(ld, "no tensors: this is a vocabulary, not a model");
     return ld->ok;
 }
@@ -2656,7 +2655,7 @@ static bool check_more(const Session *s, int n, Error *e) {
         return fail(e, "position %d is past the model's %lld learned positions", n - 1,
                     (long long)m->pos_embd.rows);
     if (!m->config.causal && n > s->o.chunk)
-        return fail(e, "an encoder sees its text at once: %d tokens, in chunks of %d", n, s->o.chunk);
+        return fail(e, "an encoder sees a text at once: %d tokens, in chunks of %d", n, s->o.chunk);
     return true;
 }
 
@@ -2867,7 +2866,6 @@ static bool adds_more(const Layer *w) {
 }
 
 static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
-
 // returns norm(x) of n tokens of the last chunk, from `first` on: embeddings are pooled from them
 static const float *hidden_rows(Session *s, int first, int n) {
     size_t dim = s->m->config.dim;
@@ -2947,8 +2945,6 @@ static void load_experts(Loader *ld, Layer *w) {
     if (squeezed && w->shared_router.data)
         refuse(ld, "layer %d: latent experts beside a weighed one", ld->l);
 }
-
-enum { MAX_EXPERTS = MAX_JOBS / 2 };   // that run together, each with two jobs, gate and up
 
 // Returns the matrix of expert i. Experts lie w->step bytes apart, and their biases as many rows
 // apart as these bytes hold, because w may be only some of each expert's rows in the file.
@@ -3033,7 +3029,8 @@ static void gather_row(Session *s, const void *arg, size_t i) {
     if (s->m->config.inputs_weighed) scale(s->gathered + i * dim, dim, s->weight[order[i]]);
 }
 
-// The products of some experts that run together, with room for their matrices.
+// The products of some experts that run together, with room for their matrices. Each has two jobs.
+enum { MAX_EXPERTS = MAX_JOBS / 2 };
 typedef struct {
     int n_experts, n_in;
     Matrix gate[MAX_EXPERTS], up[MAX_EXPERTS], down[MAX_EXPERTS];
@@ -5299,10 +5296,9 @@ static const char *const BUILTINS[] = {
     "format braces (s, a, b, c, d, e)", "indent (s, width=4, first=false, blank=false)",
     "int (v, default=0)", "float (v, default=0.0)", "round (v, precision=0, method='common')",
     "join (v, d='')", "tojson (v, ensure_ascii=false, indent=none)",
-    "default d (v, default_value='', boolean=false)", "length list first last (v)",
-    "items keys dictsort (v)",
-    "get (v, key, default=none)", "sort unique min (v, reverse=false, attribute=none)",
-    "map (v, filter, x, y, attribute=none)", "select reject (v, test, x)",
+    "default d (v, default_value='', boolean=false)", "get (v, key, default=none)",
+    "length list first last items keys dictsort (v)", "map (v, filter, x, y, attribute=none)",
+    "sort unique min (v, reverse=false, attribute=none)", "select reject (v, test, x)",
     "selectattr rejectattr (v, attribute, test, x)", "namespace ()",
     "range (start, stop=none, step=1)", "raise_exception (message)", "strftime_now (format)",
 };
