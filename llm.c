@@ -2655,7 +2655,8 @@ static bool check_more(const Session *s, int n, Error *e) {
         return fail(e, "position %d is past the model's %lld learned positions", n - 1,
                     (long long)m->pos_embd.rows);
     if (!m->config.causal && n > s->o.chunk)
-        return fail(e, "an encoder sees a text at once: %d tokens, in chunks of %d", n, s->o.chunk);
+        return fail(e, "an encoder sees its whole text at once: %d tokens, in a chunk of %d", n,
+                    s->o.chunk);
     return true;
 }
 
