@@ -156,7 +156,7 @@ typedef struct {
     int n_expert, n_used;      // in a layer; that a token uses at most
     int n_group, n_group_used; // experts stand in groups, of which a token uses some (DeepSeek)
     bool routed_first;         // the router reads the stream before attention (SmallThinker)
-    int gating;                // GATING_SOFTMAX or GATING_SIGMOID
+    int gating;                // SOFTMAX or SIGMOID
     bool weights_normed;       // the weights of the chosen experts are divided by their sum
     float weights_scale;       // factor of their weights
     float router_scale;        // factor of the router's product, if its input is normed (Gemma 4)
@@ -1213,7 +1213,7 @@ static bool str_cut(Str *s, const char *head) {   // takes head off the front, i
 // its meaning: the name of a verified model in ARCHS, of one that needs the key in KEYS.
 static const char *find_str(Str word, const char *words) {
     if (!word.n || memchr(word.s, 0, word.n) || memchr(word.s, ' ', word.n)) return NULL;
-    for (; *words; words += strspn(words, " ")) {
+    for (; words && *words; words += strspn(words, " ")) {
         if (!strncmp(words, word.s, word.n) && strchr("* ", words[word.n])) return words + word.n;
         words += strcspn(words, " ");
     }
@@ -1325,15 +1325,6 @@ static bool read_tensor(Cursor *in, Tensor *t, size_t align, Error *e) {
 
 static double tensor_bytes(const Tensor *t) {   // as a double, which no hostile sizes overflow
     return (double)quant_row_bytes(t->type, t->ne[0]) * t->ne[1] * t->ne[2] * t->ne[3];
-}
-
-// points t->data at the tensor's bytes, which must lie in the map; offsets count from `start`
-static bool tensor_place(Tensor *t, const Map *map, size_t start, Error *e) {
-    uint64_t at = t->offset;
-    double size = tensor_bytes(t), room = fmax(0, (double)map->size - start - at);
-    if (size > room) return fail(e, "%.0f bytes, the file has %.0f: is it truncated?", size, room);
-    t->data = map->base + start + at;
-    return true;
 }
 
 // compares two Meta or two Tensors, both of which begin with their name
@@ -1457,26 +1448,27 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
         if (!read_tensor(&in, &t[k], align, &why))
             return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
     size_t start = (in.p - map->base + align - 1) / align * align;   // where the data begin
-    // Each tensor must begin where the one before it ends. A gap means that the earlier tensor has
-    // another size than its type and shape say, so that we would misread it.
+    // a tensor that does not begin where the one before it ends shows that we misread that one
     if (n_tensors && t->offset) return fail(e, "tensor %.*s: not at offset 0", STR_ARG(t->name));
-    for (size_t k = 1; k < n_tensors; k++) {
-        double room = (double)t[k].offset - t[k - 1].offset, size = tensor_bytes(&t[k - 1]);
+    for (const Tensor *a = t, *b = t + 1; b < t + n_tensors; a++, b++) {
+        double room = (double)b->offset - a->offset, size = tensor_bytes(a);
         if (ceil(size / align) * align != room)
             return fail(e, "tensor %.*s: %.0f bytes of %s, but the offset of %.*s leaves it %.0f",
-                        STR_ARG(t[k - 1].name), size, quant_name(t[k - 1].type), STR_ARG(t[k].name),
-                        room);
+                        STR_ARG(a->name), size, quant_name(a->type), STR_ARG(b->name), room);
     }
-    for (size_t k = 0; k < n_tensors; k++)
-        if (!tensor_place(&t[k], map, start, &why))
-            return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
+    for (size_t k = 0; k < n_tensors; k++) {
+        double size = tensor_bytes(&t[k]), room = fmax(0, (double)map->size - start - t[k].offset);
+        if (size > room)
+            return fail(e, "tensor %.*s: %.0f bytes, the file has %.0f: is it truncated?",
+                        STR_ARG(t[k].name), size, room);
+        t[k].data = map->base + start + t[k].offset;
+    }
     g->n_tensors += n_tensors;
     if (i == 0) g->n_meta = n_meta;
     return true;
 }
 
-// Opens path and, where it is the first of a split model, all its parts: the metadata says how
-// many there are, and they are named NAME-00001-of-00003.gguf and so on.
+// Opens path and, if that is NAME-00001-of-00003.gguf, all parts; the metadata says how many.
 static bool gguf_open(Gguf *g, const char *path, Error *e) {
     char file[4096], tail[64];
     Error why;
@@ -1527,7 +1519,8 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 // golden/ has llama.cpp's logits for the names with a star. The names in files follow no rule.
 
 enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };   // Layer.mixer
-enum { GATING_SOFTMAX = 1, GATING_SIGMOID };         // Config.gating
+enum { SOFTMAX = 1, SIGMOID };                       // Config.gating
+enum { NO_LAYER = 255 };                             // Arch.period
 
 enum {   // what only loading needs to know
     EMBD_SQRT = 1 << 0,           // embeddings are multiplied by sqrt(dim)
@@ -1553,21 +1546,18 @@ enum {   // what only loading needs to know
     YARN_LOG = 1 << 20,           // YARN_SCORES, and YaRN with a yarn_log leaves the cosines alone
 };
 
-enum { NO_LAYER = 255 };
-
 typedef struct {
     const char *names;         // "llama* mistral3*"
     Config c;                  // what differs from a Llama's; a file's keys override it
     int flags;
-    uint8_t period;            // every period-th layer sees all, the others a window; 0: all layers
-                               // see all; NO_LAYER: none does
+    uint8_t period;            // one in `period` sees all, others a window; 0: all; NO_LAYER: none
     uint8_t no_rope;           // every no_rope-th layer has no RoPE
     uint8_t n_layer;           // the row is for models of this many layers; 0: for any
 } Arch;
 
 static const Arch ARCHS[] = {   // the first row with the file's name and n_layer counts
     {"llama* mistral3* ernie4_5-moe", .c = {.rope = ROPE_PAIRS, .weights_normed = true}},
-    {"llama4*", .c = {.rope = ROPE_PAIRS, .span = 8192, .window = 8192, .gating = GATING_SIGMOID,
+    {"llama4*", .c = {.rope = ROPE_PAIRS, .span = 8192, .window = 8192, .gating = SIGMOID,
      .qk_norm_late = true, .inputs_weighed = true, .sharpen_scale = 0.1f, .sharpen_length = 8192},
      .flags = QK_NORM_BARE, .period = 4, .no_rope = 4},
     {"maincoder", .c = {.rope = ROPE_PAIRS, .qk_norm_late = true}},
@@ -1580,11 +1570,10 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"muse-glimmer*", .c = {.rope = ROPE_PAIRS, .embd_normed = true, .local_unscaled = true,
      .logit_cap = 30}, .flags = GATE | LOCAL_ROPE, .period = 4},
     {"laguna*", .c = {.softplus_gates = true, .local_unscaled = true, .local_no_mag = true,
-     .gating = GATING_SIGMOID}, .flags = GATE | FULL_FIRST, .period = 4},
-    {"afmoe", .c = {.gating = GATING_SIGMOID}, .flags = GATE | EMBD_SQRT,
-     .period = 4, .no_rope = 4},
+     .gating = SIGMOID}, .flags = GATE | FULL_FIRST, .period = 4},
+    {"afmoe", .c = {.gating = SIGMOID}, .flags = GATE | EMBD_SQRT, .period = 4, .no_rope = 4},
     {"spark2_5", .c = {.act = ACT_GELU}, .flags = GATE, .period = 4},
-    {"step35*", .c = {.gating = GATING_SIGMOID, .rope_base[WINDOWED] = 10000,
+    {"step35*", .c = {.gating = SIGMOID, .rope_base[WINDOWED] = 10000,
      .local_unscaled = true}, .flags = GATE | HALF_ROTATED, .period = 4},
     {"kimi-linear*", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .no_rope = 1},
     {"bailingmoe3*", .c = {.rope = ROPE_PAIRS}, .flags = GATE},
@@ -1609,14 +1598,14 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"command-r", .c = {.norm = NORM_LAYER, .rope = ROPE_PAIRS}, .flags = MAY_BE_PARALLEL},
     {"cohere2", .c = {.norm = NORM_LAYER, .rope = ROPE_PAIRS},
      .flags = LOCAL_ROPE | MAY_BE_PARALLEL, .period = 4},
-    {"cohere2moe*", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID},
+    {"cohere2moe*", .c = {.rope = ROPE_PAIRS, .gating = SIGMOID},
      .flags = LOCAL_ROPE | FULL_FIRST | MAY_BE_PARALLEL | SHARED_AVERAGED, .period = 4},
     {"exaone4", .c = {.window = 4096}, .flags = LOCAL_ROPE, .period = 4, .n_layer = 64},
     {"phi3* qwen2* qwen3* bailingmoe2 exaone exaone4 falcon-h1* olmoe openelm paddleocr "
      "pangu-embedded qwen2moe qwen2vl seed_oss", .flags = 0},   // as a Llama, but on halves
     {"plamo", .flags = MAY_BE_PARALLEL},
     {"qwen3vl", .c = {.sections_mixed = true}},
-    {"glm4moe* dots1 hy_v3", .c = {.gating = GATING_SIGMOID}},
+    {"glm4moe* dots1 hy_v3", .c = {.gating = SIGMOID}},
     {"exaone-moe", .flags = LOCAL_ROPE, .period = 4},
     {"smallthinker", .c = {.act = ACT_RELU, .weights_normed = true, .routed_first = true},
      .flags = FULL_FIRST | WINDOW_SET, .period = 4, .n_layer = 4},
@@ -1626,9 +1615,9 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
      .flags = LOCAL_ROPE, .period = 4},
     {"mellum", .period = 4,
      .c = {.weights_normed = true, .local_unscaled = true, .local_no_mag = true}},
-    {"mimo2", .c = {.weights_normed = true, .gating = GATING_SIGMOID, .rope_base[WINDOWED] = 10000,
+    {"mimo2", .c = {.weights_normed = true, .gating = SIGMOID, .rope_base[WINDOWED] = 10000,
      .local_unscaled = true}, .flags = LOCAL_SINKS, .period = 6},
-    {"minimax-m2", .c = {.weights_normed = true, .gating = GATING_SIGMOID}},
+    {"minimax-m2", .c = {.weights_normed = true, .gating = SIGMOID}},
     {"phimoe* qwen3moe* qwen3next* lfm2moe*", .c = {.weights_normed = true}},
     {"qwen3vlmoe", .c = {.weights_normed = true, .sections_mixed = true}},
     {"qwen35* qwen35moe", .c = {.key_tiled = true, .weights_normed = true, .sections_mixed = true}},
@@ -1649,18 +1638,16 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"gemma4*", .c = {.act = ACT_GELU, .rope_base[WINDOWED] = 10000, .local_unscaled = true,
      .values_normed = true, .logit_cap = 30, .weights_normed = true},
      .flags = EMBD_SQRT, .period = 6},
-    {"deepseek2*", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID},
-     .flags = YARN_LOG, .n_layer = 47},
+    {"deepseek2*", .c = {.rope = ROPE_PAIRS, .gating = SIGMOID}, .flags = YARN_LOG, .n_layer = 47},
     {"deepseek2*", .c = {.rope = ROPE_PAIRS}, .flags = YARN_LOG},
     {"mistral4 deepseek32", .c = {.rope = ROPE_PAIRS}, .flags = YARN_SCORES},
-    {"glm-dsa", .c = {.rope = ROPE_PAIRS, .gating = GATING_SIGMOID}, .flags = YARN_SCORES},
+    {"glm-dsa", .c = {.rope = ROPE_PAIRS, .gating = SIGMOID}, .flags = YARN_SCORES},
     {"orion stablelm", .c = {.norm = NORM_LAYER}, .flags = MAY_BE_PARALLEL},
     {"codeshell falcon gptneox phi2 starcoder2", .c = {.norm = NORM_LAYER, .act = ACT_GELU},
      .flags = MAY_BE_PARALLEL},
     {"dbrx", .c = {.norm = NORM_LAYER, .weights_normed = true}},
     {"nemotron jais2", .c = {.norm = NORM_LAYER, .act = ACT_RELU2}},
-    {"nemotron_h nemotron_h_moe*", .c = {.rope = ROPE_NONE, .act = ACT_RELU2,
-     .gating = GATING_SIGMOID}},
+    {"nemotron_h nemotron_h_moe*", .c = {.rope = ROPE_NONE, .act = ACT_RELU2, .gating = SIGMOID}},
     {"lfm2", .period = NO_LAYER},
     {"gpt2 starcoder mpt*", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope = ROPE_NONE}},
     {"jais*", .c = {.norm = NORM_LAYER, .rope = ROPE_NONE}, .flags = SCALE_BY_HEAD},
@@ -1729,8 +1716,9 @@ typedef struct {
 #define HINT(field) IN_HINTS, false, offsetof(Hints, field)
 #define LAYER(field) IN_LAYER, true, offsetof(Layer, field)
 #define ANY -FLT_MAX, FLT_MAX
-#define ROUTED "afmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "\
-               "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 step35"   // see expert_ keys
+#define GRANITES "granite granitehybrid granitemoe granite_swa "
+#define MOE "afmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "\
+            "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 step35"   // see expert_ keys
 enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096 };   // of arrays
 
 static const Key KEYS[] = {
@@ -1743,10 +1731,8 @@ static const Key KEYS[] = {
     // RMSNorm's eps under that name, or under its own
     {"attention.layer_norm_epsilon", REAL, HINT(eps_rms), ANY, "nemotron_h nemotron_h_moe"},
     {"attention.layer_norm_rms_epsilon", REAL, HINT(eps_rms), 0, 1, "all"},
-    {"embedding_scale", REAL, CONFIG(embd_scale), ANY,
-     "granite granitehybrid granitemoe granite_swa minicpm"},
-    {"residual_scale", REAL, CONFIG(residual_scale), ANY,
-     "granite granitehybrid granitemoe granite_swa minicpm"},
+    {"embedding_scale", REAL, CONFIG(embd_scale), ANY, GRANITES "minicpm"},
+    {"residual_scale", REAL, CONFIG(residual_scale), ANY, GRANITES "minicpm"},
     {"logit_scale", REAL, CONFIG(logit_scale), ANY,
      "granite* granitehybrid granitemoe* granite_swa* minicpm command-r cohere2* cohere2moe* "
      "muse-glimmer*"},
@@ -1772,8 +1758,7 @@ static const Key KEYS[] = {
     {"skip_loop_final_norm", BOOL, HINT(loops_bare), 0, 1, "nanbeige"},
     {"attention.indexer.top_k", INT, CONFIG(n_exact), 1, INT_MAX, "glm-dsa* deepseek32*"},
     {"attention.causal", BOOL, CONFIG(causal), 0, 1, "all"},
-    {"attention.scale", REAL, CONFIG(attn_scale), ANY,
-     "granite granitehybrid granitemoe granite_swa"},
+    {"attention.scale", REAL, CONFIG(attn_scale), ANY, GRANITES},
     {"attn_logit_softcapping", REAL, CONFIG(attn_cap), ANY, "gemma2"},
     {"attention.value_scale", REAL, CONFIG(value_scale), ANY, "mimo2"},
     {"attention.rope_pattern", BOOL, LAYER(rotated), 0, 1, "granite_swa"},
@@ -1818,11 +1803,10 @@ static const Key KEYS[] = {
     {"expert_group_count", INT, CONFIG(n_group), 0, MOST_GROUPS, "all"},
     {"expert_group_used_count", INT, CONFIG(n_group_used), 0, MOST_GROUPS, "all"},
     {"expert_gating_func", INT, CONFIG(gating), 1, 2, "bailingmoe2* bailingmoe3* kimi-linear* "
-     "lfm2moe* smallthinker* minimax-m2 " ROUTED},   // a list's first name of a model counts
-    {"expert_weights_norm", BOOL, CONFIG(weights_normed), 0, 1,
-     "bailingmoe nemotron_h_moe " ROUTED},
+     "lfm2moe* smallthinker* minimax-m2 " MOE},   // a list's first name of a model counts
+    {"expert_weights_norm", BOOL, CONFIG(weights_normed), 0, 1, "bailingmoe nemotron_h_moe " MOE},
     {"expert_weights_scale", REAL, CONFIG(weights_scale), ANY,
-     "bailingmoe deepseek kimi-linear nemotron_h_moe " ROUTED},
+     "bailingmoe deepseek kimi-linear nemotron_h_moe " MOE},
     {"ssm.conv_kernel", INT, CONFIG(conv), 0, MOST_TAPS, "all"},
     {"ssm.group_count", INT, CONFIG(n_key), 0, 1 << 14, "all"},
     {"ssm.time_step_rank", INT, CONFIG(n_value), 0, 1 << 14, "all"},
@@ -1840,13 +1824,13 @@ static const Key KEYS[] = {
 #undef HINT
 #undef LAYER
 #undef ANY
-#undef ROUTED
+#undef GRANITES
+#undef MOE
 
 // keys whose arrays may be longer than the model has layers
 static const char PATTERNS[] = "attention.sliding_window_pattern attention.rope_pattern";
 
-// Tensors that a file of these architectures must have, although the engine could run without them:
-// first of layers (attention, FFN, experts, recurrent mixers), then of the model.
+// Tensors that files of these architectures must have, although the engine could run without them.
 static const struct { const char *name, *archs; } NEEDS[] = {
     {"attn_norm.weight", "gemma-embedding gemma2 gemma3 gemma4 glm4"},
     {"attn_norm.bias", "bloom codeshell falcon gpt2 gptneox jais jais2 nemotron orion phi2 phimoe "
@@ -1921,9 +1905,8 @@ static const Meta *arch_meta(const Loader *ld, const char *key) {
     return v;
 }
 
-// Returns the number under a key, or this layer's number if it is an array; without such a key,
-// `otherwise`. An array needs a value for each layer of the file, also for those that do not run;
-// patterns may be longer (print_unread notes it).
+// Returns the number under a key, or this layer's in an array, or else `otherwise`. An array needs
+// a value for each layer of the file, also for those that do not run; patterns may be longer.
 static double load_number(Loader *ld, const char *key, double otherwise) {
     const Meta *v = arch_meta(ld, key), *blocks = arch_meta(ld, "block_count");
     if (!v) return otherwise;
@@ -2086,15 +2069,14 @@ static void load_latent(Loader *ld, Layer *w), derive_latent(Config *c, uint64_t
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
-// Loads n matrices of the same input [cols]: rows of the tensor `name`, or tensors of their own.
-static void load_fused(Loader *ld, const char *name, int cols, int n_expert, const Slice *part,
-                       int n) {
+// Loads matrices, or n of each, of the same input: rows of tensor `name`, or tensors of their own.
+static void load_fused(Loader *ld, const char *name, int cols, int n, const Slice *p, int parts) {
     int rows = 0, at = 0;
-    for (int i = 0; i < n; i++) rows += part[i].rows;
-    Matrix all = load_matrix(ld, name, cols, rows, n_expert);
-    for (int i = 0; i < n; at += part[i++].rows) {
-        if (all.data) *part[i].w = matrix_rows(all, at, part[i].rows);
-        else *part[i].w = load_matrix(ld, part[i].name, cols, part[i].rows, n_expert);
+    for (int i = 0; i < parts; i++) rows += p[i].rows;
+    Matrix all = load_matrix(ld, name, cols, rows, n);
+    for (int i = 0; i < parts; at += p[i++].rows) {
+        if (all.data) *p[i].w = matrix_rows(all, at, p[i].rows);
+        else *p[i].w = load_matrix(ld, p[i].name, cols, p[i].rows, n);
     }
 }
 
@@ -2375,8 +2357,7 @@ static bool load_arch(Loader *ld) {
     }
     snprintf(c->name, sizeof c->name, "%.*s", STR_ARG(name));
     if (!ld->arch || !str_eq(name, c->name))
-        return refuse(ld, "architecture %.*s is not supported; --help lists those that are",
-                      STR_ARG(name));
+        return refuse(ld, "architecture %.*s is not supported; --help lists all", STR_ARG(name));
     if (!m->gguf->n_tensors) return refuse(ld, "no tensors: this is a vocabulary, not a model");
     return ld->ok;
 }
@@ -2442,7 +2423,8 @@ static void derive_rope(Loader *ld) {
     int hd[] = {[FULL] = c->hd, [WINDOWED] = h->hd_local};
     for (int kind = FULL; kind <= WINDOWED; kind++)
         if (n_rot[kind] % 2 || n_rot[kind] > hd[kind] || !(c->rope_base[kind] > 0))
-            refuse(ld, "RoPE%s: %d dimensions of %d at base %g", kind == FULL ? "" : " in windows",
+            refuse(ld, kind == FULL ? "RoPE: %d dimensions of %d at base %g"
+                                    : "RoPE in windows %d of %d at base %g",
                    n_rot[kind], hd[kind], c->rope_base[kind]);
 }
 
@@ -2488,7 +2470,7 @@ static void load_config(Loader *ld) {
     c->yarn_fast = 32;
     c->rope_factor = c->rope_mag = c->yarn_slow = c->n_loops = 1;
     c->weights_scale = c->value_scale = 1;
-    if (!c->gating) c->gating = GATING_SOFTMAX;
+    if (!c->gating) c->gating = SOFTMAX;
     load_keys(ld, NULL);                      // first the sizes
     if (ld->ok) imply_config(c, ld->arch);    // then what follows from them
     if (bare) c->rope_base[FULL] = 1e6f;
@@ -2510,7 +2492,6 @@ static void repeat_layers(Model *m, bool bare) {
     m->config.n_layer = all;
 }
 
-// In: m->gguf, the opened file. Out: m's Config, its own tensors, and those of each layer.
 static bool weights_load(Model *m, Error *e) {
     Loader ld = {.m = m, .e = e, .ok = true, .l = -1, .hints = {.rope_tuned = true}};
     Config *c = &m->config;
@@ -2592,16 +2573,14 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 // idea, and begins with the load_ function of its tensors. Read experts (16), then the gated delta
 // rule (18), of which the state space is a variation.
 //
-//   14  positions           learned ones, RoPE beyond the texts of training, ALiBi, far queries
-//   15  steps of blocks     activations, bounds, damaged values, gates of attention
-//   16  experts             in place of the FFN
-//   17  the convolution     recurrent mixers, in place of attention or beside it, whose memory of
-//   18  the delta rule      earlier tokens has a fixed size
-//   19  the state space
-//   20  their layers        how a layer with such a mixer is loaded, and runs
-//   21  latent attention    keys and values are made of one short vector
-//   22  Gemma 4             borrowed caches, an input for each layer
-//   23  memory              the buffers and states of all blocks
+//   14 positions           learned ones, RoPE beyond the texts of training, ALiBi, far queries
+//   15 steps of blocks     activations, bounds, damaged values, gates of attention
+//   16 experts             in place of the FFN
+//   17 to 20               recurrent mixers, whose memory of earlier tokens has a fixed size: the
+//                          convolution, the delta rule, the state space, and layers that have one
+//   21 latent attention    keys and values are made of one short vector
+//   22 Gemma 4             borrowed caches, an input for each layer
+//   23 memory              the buffers and states of all blocks
 
 // ---- 14. positions ----
 //
@@ -2702,8 +2681,7 @@ static void sharpen(const Session *s, float *q, size_t n, int pos) {
 
 // ---- 15. steps of blocks ----
 
-// Returns x held within -limit .. limit. A NaN stays a NaN: fminf and fmaxf would turn it into a
-// number, and a damaged model would go on talking.
+// A NaN stays a NaN: fminf would turn it into a number, and a damaged model would go on talking.
 static inline float within(float x, float limit) {
     x = x < -limit ? -limit : x;
     return x > limit ? limit : x;
@@ -2792,8 +2770,7 @@ static void cache_finite(uint16_t *v, int n, uint16_t *key) {
     *key = EXPONENT + 1;
 }
 
-// Before RoPE a token's heads are limited (OLMo) and normed (queries and keys in Qwen 3, values in
-// Gemma 4). After RoPE some models norm queries and keys, or sharpen queries.
+// Before RoPE heads are limited (OLMo) and normed (Qwen 3, Gemma 4), after it normed or sharpened.
 
 static void norm_heads(const Session *s, float *q, int n_head, float *k, int n_kv) {
     const Config *c = &s->m->config;
@@ -2817,8 +2794,7 @@ static void after_rope(const Session *s, float *q, int n_head, float *k, int n_k
     sharpen(s, q, n_head * s->m->layers[s->l].hd, pos);
 }
 
-// Sets how scores differ, and what a query sees. In latent attention a value is the beginning of
-// its key; encoders also see later tokens; a chunk lies in one span.
+// In latent attention a value begins its key. Encoders see later tokens. A chunk lies in one span.
 static void see_more(const Session *s, Attention *a) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
@@ -2892,7 +2868,6 @@ static bool adds_more(const Layer *w) {
 }
 
 static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
-
 // returns norm(x) of n tokens of the last chunk, from `first` on: embeddings are pooled from them
 static const float *hidden_rows(Session *s, int first, int n) {
     size_t dim = s->m->config.dim;
@@ -2930,10 +2905,8 @@ static void add_more_row(Session *s, const void *arg, size_t i) {
 
 // Loads router, experts and a shared expert. In: n_used, Gemma 4's dense ff. Out: an expert's ff.
 static void load_experts(Loader *ld, Layer *w) {
-    static const FfnNames sparse = {"ffn_gate_exps", "!ffn_up_exps", "!ffn_down_exps",
-                                    "ffn_gate_up_exps"};
-    static const FfnNames shared = {"ffn_gate_shexp", "!ffn_up_shexp", "!ffn_down_shexp",
-                                    "ffn_up_shexp"};
+    const FfnNames sparse = {"ffn_gate_exps", "!ffn_up_exps", "!ffn_down_exps", "ffn_gate_up_exps"};
+    const FfnNames shared = {"ffn_gate_shexp", "!ffn_up_shexp", "!ffn_down_shexp", "ffn_up_shexp"};
     Config *c = &ld->m->config;
     int n = c->n_expert, dense = w->ff;
     if (w->n_used < 1 || w->n_used > n / c->n_group * c->n_group_used)
@@ -2975,8 +2948,6 @@ static void load_experts(Loader *ld, Layer *w) {
         refuse(ld, "layer %d: latent experts beside a weighed one", ld->l);
 }
 
-enum { MAX_EXPERTS = MAX_JOBS / 2 };   // that run together, each with two jobs, gate and up
-
 // Returns the matrix of expert i. Experts lie w->step bytes apart, and their biases as many rows
 // apart as these bytes hold, because w may be only some of each expert's rows in the file.
 static Matrix matrix_expert(const Matrix *w, int i) {
@@ -3014,7 +2985,7 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
     float *p = s->route + i * n_expert, *weight = s->weight + i * n_used;
     int32_t *chosen = s->chosen + i * n_used;
     float score[MOST_EXPERTS], top = p[0], all = 0, scores = 0, sum = 0, scale = c->weights_scale;
-    bool sigmoid = c->gating == GATING_SIGMOID;
+    bool sigmoid = c->gating == SIGMOID;
     for (int e = 1; e < n_expert; e++) top = fmaxf(top, p[e]);
     for (int e = 0; e < n_expert; e++) {
         if (sigmoid) p[e] = 1 / (1 + expf(-p[e]));
@@ -3060,7 +3031,8 @@ static void gather_row(Session *s, const void *arg, size_t i) {
     if (s->m->config.inputs_weighed) scale(s->gathered + i * dim, dim, s->weight[order[i]]);
 }
 
-// The products of some experts that run together, with room for their matrices.
+// The products of some experts that run together, with room for their matrices. Each has two jobs.
+enum { MAX_EXPERTS = MAX_JOBS / 2 };
 typedef struct {
     int n_experts, n_in;
     Matrix gate[MAX_EXPERTS], up[MAX_EXPERTS], down[MAX_EXPERTS];
@@ -3717,7 +3689,7 @@ static void *arena_take(Arena *a, uint64_t count, uint64_t size) {
 // the most floats that a token takes in each buffer
 typedef struct { uint64_t q, k, v, att, mix, z, ff, squeezed; } Widths;
 
-static void widen(Widths *most, const Config *c, const Layer *w) {   // so that layer w fits
+static void widen(Widths *most, const Layer *w) {   // so that layer w fits
     size_t heads = (size_t)w->n_head * w->hd;
     size_t gates = (size_t)w->q.rows > heads ? heads : 0;   // in q
     most->q = larger(most->q, heads);
@@ -3725,14 +3697,12 @@ static void widen(Widths *most, const Config *c, const Layer *w) {   // so that 
     most->v = larger(most->v, w->v.rows);
     most->att = larger(most->att, (size_t)w->n_head * w->vd);
     most->ff = larger(most->ff, larger(w->ff, w->shared_up.rows));
-    most->ff = larger(most->ff, c->per_layer);
     most->squeezed = larger(most->squeezed, w->squeeze.rows);
-    // gates of attention; latent attention: inputs of q, of k_b and of o
-    most->mix = larger(most->mix, 2 * gates);
+    // gates of attention, a convolution's channels; latent attention: inputs of q, of k_b and of o
+    most->mix = larger(most->mix, larger(2 * gates, w->conv_in.rows));
     if (w->k_b.data) most->mix = larger(most->mix, larger(w->q.rows, w->o.cols));
     most->z = larger(most->z, larger(w->q_a.rows, w->z.rows + gates + w->attn_gate.rows));
-    // recurrent mixers: the convolution's channels; the result, and inputs of alpha and z
-    most->mix = larger(most->mix, w->conv_in.rows);
+    // recurrent mixers: the result, and inputs of alpha and z
     most->att = larger(most->att, larger(w->z.rows, w->alpha_a.rows + w->z_a.rows));
 }
 
@@ -3776,8 +3746,8 @@ static uint64_t count_op_scratch(Session *s) {
 static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     uint64_t n = s->o.chunk, f = sizeof(float), op_scratch = count_op_scratch(s);
-    Widths most = {0};
-    for (int l = 0; l < c->n_layer; l++) widen(&most, c, &s->m->layers[l]);
+    Widths most = {.ff = c->per_layer};
+    for (int l = 0; l < c->n_layer; l++) widen(&most, &s->m->layers[l]);
     s->op_scratch.base = arena_take(a, 1, op_scratch);
     s->op_scratch.size = op_scratch;
     s->x = arena_take(a, n * c->dim, f);
@@ -4025,8 +3995,7 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
 };
 
 enum { TOKENIZER_NONE, TOKENIZER_SPM, TOKENIZER_BPE, TOKENIZER_WPM, TOKENIZER_UNIGRAM };
-// A token's type has flags beside it: EOG ends generation, TURN opens or closes a part of a turn of
-// gpt-oss, and the white space behind STRIP is dropped.
+// Flags beside the type: EOG ends a text, TURN parts gpt-oss's turns, STRIP drops white space.
 enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE,
        TOKEN_TYPE = 15, TOKEN_EOG = 16, TOKEN_TURN = 32, TOKEN_STRIP = 64 };
 enum { SPECIAL_TYPES = 1 << TOKEN_USER | 1 << TOKEN_CONTROL | 1 << TOKEN_UNKNOWN,
@@ -4248,8 +4217,7 @@ static void word_join(Work *w) {
     }
 }
 
-// WordPiece and unigram try every part of a word that is as long as some token. With the hashes
-// [n_text + 1] of the word's beginnings each try is one step.
+// With the hashes [n_text + 1] of a word's beginnings WordPiece and unigram try a part in one step.
 static void hash_beginnings(const Work *w, uint64_t *hash) {
     hash[0] = 0;
     for (size_t i = 0; i < w->n_text; i++) hash[i + 1] = hash_text(hash[i], (Str){w->text + i, 1});
@@ -4456,8 +4424,7 @@ static int32_t special_at(const Work *w, const char *s, size_t len) {
     return marked && !anyone ? -1 : id;
 }
 
-// Cuts special tokens of up to len bytes out of a text, the longest first wherever they stand, and
-// adds their ids and those of the fragments between them.
+// Adds the ids of special tokens of up to len bytes, longest first, and of the text between them.
 static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     const Tokenizer *t = w->t;
     const char *end = s + n;
@@ -4489,8 +4456,7 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
     if (t->kind == TOKENIZER_NONE || t->no_rules)
         return fail(e, "%s: give it --tokens", *t->note ? t->note : "the model has no tokenizer");
     if (n > TEXT_MAX) return fail(e, "%zu bytes of text are too many", n);
-    // A word has at most m bytes, because a bad byte reads as U+FFFD, whose three bytes may be
-    // spelled as two each. Unigram takes its own memory.
+    // most bytes of a word: a bad byte, U+FFFD, may be spelled as 6; unigram has its own memory
     size_t m = t->kind == TOKENIZER_UNIGRAM ? 0 : 6 * n + 8;
     Work w = {.t = t, .out = out, .all = text, .mark = mark,
               .types = flags & TOKENS_SPECIAL ? SPECIAL_TYPES : 1 << TOKEN_USER};
@@ -4515,8 +4481,7 @@ bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned cha
 
 static bool token_is_eog(const Tokenizer *t, int32_t i) { return token_at(t, i).type & TOKEN_EOG; }
 
-// It is all zero at the beginning of a text. If `started`, the text continues another one and
-// keeps the space that SentencePiece puts in front of its first word.
+// All zero where a text begins. Where one goes on, `started` keeps SentencePiece's first space.
 typedef struct { char pending[4]; size_t n; bool started; } Detokenizer;
 
 // Writes the characters that one more byte completes; a byte that is not UTF-8 becomes U+FFFD.
@@ -4734,8 +4699,7 @@ static bool special_keys(Tokenizer *t, const Gguf *g, Error *e) {
     return true;
 }
 
-// Gives tokens the types of KNOWN_TOKENS, reads the list of tokens that end a text, and notes the
-// first bytes and the lengths of special tokens for special_at and text_tokenize.
+// Sets types by KNOWN_TOKENS and the list of tokens that end a text, and what special_at looks up.
 static bool special_types(Tokenizer *t, const Gguf *g, Error *e) {
     for (size_t i = 0; i < COUNT(KNOWN_TOKENS); i++) {
         if (KNOWN_TOKENS[i].with && token_find(t, KNOWN_TOKENS[i].with) < 0) continue;
@@ -5130,8 +5094,7 @@ static Value slice(Template *t, Value v, Value from, Value to) {   // v[from:to]
     return string_value((Str){s.s, s.n - behind(t, s, b - a).n});
 }
 
-// v.key and v[key] are the same. A member that is not there is undefined; but to ask an undefined
-// value for one, or a loop for one that it lacks, is an error.
+// v.key or v[key]. What is not there is undefined, but an error in an undefined value or a loop.
 static Value member(Template *t, Value v, Value key) {
     if (v.kind == V_UNDEFINED) must_be(t, v, V_DICT);
     Value *found = v.kind == V_DICT || v.kind == V_LOOP ? entry(t, v.dict, key) : NULL;
@@ -5335,10 +5298,9 @@ static const char *const BUILTINS[] = {
     "format braces (s, a, b, c, d, e)", "indent (s, width=4, first=false, blank=false)",
     "int (v, default=0)", "float (v, default=0.0)", "round (v, precision=0, method='common')",
     "join (v, d='')", "tojson (v, ensure_ascii=false, indent=none)",
-    "default d (v, default_value='', boolean=false)", "length list first last (v)",
-    "items keys dictsort (v)",
-    "get (v, key, default=none)", "sort unique min (v, reverse=false, attribute=none)",
-    "map (v, filter, x, y, attribute=none)", "select reject (v, test, x)",
+    "default d (v, default_value='', boolean=false)", "get (v, key, default=none)",
+    "length list first last items keys dictsort (v)", "map (v, filter, x, y, attribute=none)",
+    "sort unique min (v, reverse=false, attribute=none)", "select reject (v, test, x)",
     "selectattr rejectattr (v, attribute, test, x)", "namespace ()",
     "range (start, stop=none, step=1)", "raise_exception (message)", "strftime_now (format)",
 };
@@ -6606,11 +6568,10 @@ static float round_32(const float *x, int8_t *q, int32_t sum[3]) {
 // half a group, and s[2 g + half] is that scale times the sum of the half's 16 codes.
 typedef struct { int8_t q[4][8][8]; float d[16], s[16]; } TokenActs;
 
-static void token_pack(UNUSED const Matrix *w, const float *x, int count, UNUSED int token,
-                       void *acts) {
+static void token_pack(UNUSED const Matrix *w, const float *x, int n, UNUSED int t, void *acts) {
     TokenActs *a = acts;
-    if (count < 256) memset(a, 0, sizeof *a);
-    for (int g = 0; g < count / 32; g++) {
+    if (n < 256) memset(a, 0, sizeof *a);
+    for (int g = 0; g < n / 32; g++) {
         int8_t q[32];
         int32_t sum[3];
         float d = round_32(x + 32 * g, q, sum);
@@ -7292,8 +7253,7 @@ static void matmul(Pool *p, Arena *arena, const Matmul *jobs, int k) {
 // Online softmax (arXiv 1805.02867, 2205.14135) reads the cache in blocks of rows. A query keeps
 // `top`, the largest score so far, the sum of its weights exp(score - top), and the weighted sum of
 // values. When top grows, both sums fade by exp(old top - new top). So there is no n x n buffer,
-// and all query heads that share a KV head share each block. top starts at -FLT_MAX and a masked
-// score is -INFINITY, so no difference is inf - inf, which would be a NaN.
+// and all query heads that share a KV head share each block. top is finite, see plain_head.
 
 // How many of `keys` rows from r on do queries at first .. last see? If all, no mask is needed.
 enum { NONE_SEEN, SOME_SEEN, ALL_SEEN };
@@ -7347,8 +7307,7 @@ typedef struct {
     void (*attend)(const Attention *a, const KeyBlock *b, QueryTile *q);
 } AttentionTile;
 
-// Turns scores s[keys][16] of scaled queries into weights exp(score - top), with the new top, and
-// adds the weights to q->sum. The sums of earlier blocks fade.
+// Turns scores s[keys][16] into weights exp(score - top) and adds them to q->sum. Older sums fade.
 static void tile_softmax(const Attention *a, const KeyBlock *b, QueryTile *q, float *restrict s) {
     vf top[VECTORS];
     float most[TILE], total[TILE] = {0}, fade[TILE];
@@ -7410,15 +7369,14 @@ typedef struct {
     size_t work_size;
 } ManyCall;
 
-// Packs a task's `count` queries: number j is of token first + j / sharing, head kv * sharing + j %
+// Packs a task's n queries: number j is of token first + j / sharing, head kv * sharing + j %
 // sharing. Copies of the last query fill the last tiles. rows [16][hd32] must be zeros on entry.
-static void many_start(const ManyCall *call, QueryTile *q, float *rows, int kv, int first,
-                       int count) {
+static void many_start(const ManyCall *call, QueryTile *q, float *rows, int kv, int first, int n) {
     const Attention *a = call->a;
     int hd32 = up_to_32(a->hd);
     for (int j = 0; j < call->tiles * TILE; j++) {
         QueryTile *tile = &q[j / TILE];
-        int lane = j % TILE, at = j < count ? j : count - 1;
+        int lane = j % TILE, at = j < n ? j : n - 1;
         int head = kv * call->sharing + at % call->sharing, token = first + at / call->sharing;
         const float *from = a->q + ((size_t)token * a->n_head + head) * a->hd;
         for (int e = 0; e < a->hd; e++) rows[lane * hd32 + e] = from[e] * a->scale;
@@ -7578,8 +7536,7 @@ static void query_softmax(const Attention *a, const int32_t *pos, int head, floa
     if (fade < 1) for (int e = 0; e < a->vd; e++) partial->out[e] *= fade;
 }
 
-// out[heads][vectors * LANES] += weights s times this part of each key's values, with all sums in
-// registers; rows of out lie `stride` floats apart
+// out[heads][vectors * LANES] += weights s times a part of the values; all sums are in registers
 INLINE void query_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
                           int heads, int vectors, float s[][BLOCK_KEYS], float *out,
                           size_t stride) {
@@ -8634,7 +8591,7 @@ static bool names_role(Str line) {
 // end as the first one does, with \n or \r\n. All other text is one message of the user.
 static bool chat_read(Cli *cli) {
     Str rest = {cli->text.s, cli->text.n}, role = NOTHING;
-    Text text = {0};
+    Text t = {0};
     bool ok = true, crlf = false;
     while (ok && rest.s) {
         Str line = cut_line(&rest);
@@ -8646,13 +8603,12 @@ static bool chat_read(Cli *cli) {
         if (!role.n && !(begins && cli->file && !cli->prompt))
             return chat_add(cli, str("user"), &cli->text);
         if (named) line = str_from(line, 1);   // less its @, or its backslash
-        if (begins && role.n) ok = chat_add(cli, role, &text);
+        if (begins && role.n) ok = chat_add(cli, role, &t);
         if (begins) role = line;
-        else ok = (!text.s || text_add(cli, &text, "\n", 1)) &&
-                  text_add(cli, &text, line.s, line.n);
+        else ok = (!t.s || text_add(cli, &t, "\n", 1)) && text_add(cli, &t, line.s, line.n);
     }
-    ok = ok && chat_add(cli, role, &text);
-    free(text.s);
+    ok = ok && chat_add(cli, role, &t);
+    free(t.s);
     return ok;
 }
 
@@ -8684,7 +8640,6 @@ static bool chat_save(Cli *cli, const char *path) {
     return ok;
 }
 
-// renders messages with the model's template; think as template_render
 static bool chat_render(Cli *cli, const ChatMessage *m, size_t n, int think, Rendered *r) {
     const Tokenizer *t = cli->m.tokenizer;
     Str template = {cli->template.s, cli->template.n};

@@ -1359,7 +1359,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     const Config *c = &s->m->config;
     const Matrix *routers[2] = {&w->router, &w->shared_router};
     float *to[2] = {s->route, s->gathered};
-    struct choose_args a = {c->n_expert, w->n_used, c->gating == GATING_SIGMOID, c->weights_normed,
+    struct choose_args a = {c->n_expert, w->n_used, c->gating == SIGMOID, c->weights_normed,
                             c->n_group, c->n_group_used, c->weights_scale};
     Input x = in;   // first the router's, then the experts'
     int first = c->routed_first, end = w->shared_router.data ? 2 : 1, from = EXPERTS_GATHER;
