@@ -1663,7 +1663,6 @@ static bool gpu_finish(Session *s, int rows, int pos, int end) {
         n = stop - p < s->o.chunk ? stop - p : s->o.chunk;
         forward(s, s->history.id + p, n, p);
     }
-    if (s->o.draft > 0) copy_states(s, s->unguessed, s->recurrent);   // that copy is lost, too
     s->history.n = end;
     return false;
 }
@@ -1879,5 +1878,6 @@ static void gpu_open(Session *s) {
     device_keep(s->gpu);
     device_often(s->gpu, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
     if (!s->gpu->room || s->o.gpu_block) s->o.draft = 0;   // guesses would cost as much as tokens
+    if (s->n_recurrent) s->o.draft = 0;
     warm_up(s);
 }
