@@ -3812,9 +3812,10 @@ static void plan_states(Session *s, Arena *a) {
         const Layer *w = &s->m->layers[l];
         if (!w->mixer) continue;
         s->cache[l].conv = arena_take(a, (c->conv - 1 + FEW) * w->conv_in.rows, f);
+        uint64_t inputs = w->conv_in.rows + c->n_value * (1 + larger(c->kda, 1));
+        s->n_kept = larger(s->n_kept, FEW * inputs);
         if (w->mixer == MIX_CONV) continue;
         s->cache[l].state = arena_take(a, size = delta_state_size(c), f);
-        s->n_kept = FEW * (w->conv_in.rows + c->n_value * (1 + larger(c->kda, 1)));
     }
     s->n_recurrent = (a->used - start) / f;
     s->saved = arena_take(a, s->n_recurrent, f);
