@@ -404,15 +404,17 @@ struct weigh_args { int32_t dim, n_used, shared, weighed, sorted; float factor; 
 struct conv_args { int32_t n, channels, past; };
 struct gate_args { int32_t n, each, softplus; };
 struct delta_args {
-    int32_t n, n_key, n_value, dv, tiled;  // tiled: see key_tiled in llm.c
+    int32_t n, first;                      // tokens; row of their inputs, 0 in a pass
+    int32_t n_key, n_value, dv, tiled;     // tiled: see key_tiled in llm.c
     int32_t share, step;                   // alpha, beta: heads side by side; floats of a token
     float eps, lower;                      // lower: see kda_lower in llm.c
 };
 
 // What changes from pass to pass is in a buffer of its own, now[]: at NOW_POS the first token's
 // position; at NOW_PLACED 1 if rows of the KV ring get their positions, 0 if not (in a warm-up);
+// how many guesses of the last pass stood; how many of the last tokens are guesses;
 // from NOW_COUNTS on, for each unit of attention, how many of its threadgroups are done.
-enum { NOW_POS, NOW_PLACED, NOW_COUNTS };
+enum { NOW_POS, NOW_PLACED, NOW_STOOD, NOW_GUESSES, NOW_COUNTS };
 
 static inline int div_up(int n, int size) { return (n + size - 1) / size; }
 
@@ -2831,28 +2833,30 @@ static inline float conv_input(device const float *mix, device const float *stat
 }
 
 // The convolution over time, and SiLU: out[n][channels] from mix and state, which then gets the
-// chunk's last inputs. Taps are [channels][past + 1]. If GATED, there is no SiLU: the result is
-// multiplied by z[n][channels].
+// chunk's last inputs before its guesses, and theirs. Taps are [channels][past + 1]. If GATED,
+// there is no SiLU: the result is multiplied by z[n][channels].
 // Grid: a thread for CONV_TOKENS tokens of a channel, so that neighbours read neighbours. The first
 // of a channel's threads alone reads its state, as `past` is CONV_TOKENS at most; and writes it.
 kernel void delta_conv(device const float *mix, device float *state, device const float *taps,
         device const float *bias, device const float *b, device const float *z, device float *out,
-        constant struct conv_args *a, PLACE) {
+        device const int *now, constant struct conv_args *a, PLACE) {
     int channels = a->channels, wide = div_up(channels, SIMD_LANES) * SIMD_LANES;
     int unit = tg * nsg * SIMD_LANES + tid, i = unit % wide, first = unit / wide * CONV_TOKENS;
     if (i >= channels) return;
     mix += i;
     state += i;
+    device const float *old = state + (ulong)now[NOW_STOOD] * channels;
     b += i;
     taps += (ulong)i * (a->past + 1);
     for (int t = first; t < min(first + CONV_TOKENS, a->n); t++) {
         float y = BIASES ? bias[i] : 0.0f;
         ulong at = (ulong)t * channels + i;
-        for (int j = 0; j <= a->past; j++) y += taps[j] * conv_input(mix, state, b, t + j, a);
+        for (int j = 0; j <= a->past; j++) y += taps[j] * conv_input(mix, old, b, t + j, a);
         out[at] = y * (GATED ? z[at] : sigmoid(y));
     }
-    for (int j = 0; first == 0 && j < a->past; j++)
-        state[(ulong)j * channels] = conv_input(mix, state, b, a->n + j, a);
+    int sure = a->n - now[NOW_GUESSES];
+    for (int j = 0; first == 0 && sure + j < a->past + a->n; j++)
+        state[(ulong)j * channels] = conv_input(mix, old, b, sure + j, a);
 }
 
 // numbers of k and q that are staged; quads of a row of S that a lane has
@@ -3057,7 +3061,7 @@ QUANT_INLINE void delta_update(thread const struct delta_shared *from, thread fl
 kernel void delta_rule(device float *state, device const float *mix, device const float *alpha,
         device const float *beta, device const float *dt, device const float *decay,
         device float *out, device const float *z, device const float *skip,  // out[n][n_value][dv]
-        constant struct delta_args *a, PLACE) {
+        device const int *now, constant struct delta_args *a, PLACE) {
     int groups = div_up(a->dv, DELTA_UNIT * (int)nsg), h = tg / groups, rank = lane % DELTA_LANES;
     int row = (tg % groups * nsg + sg) * DELTA_UNIT + lane / DELTA_LANES, own = min(row, a->dv - 1);
     int key = a->tiled ? h % a->n_key : h / (a->n_value / a->n_key);
@@ -3067,6 +3071,7 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     threadgroup float *kk = shared + 2 * BLOCK * delta_wide(), *g = kk + 2 * BLOCK * BLOCK;
     struct delta_shared in_block = {shared, shared + BLOCK * delta_wide(), g + 2 * BLOCK,
                                     kk, kk + BLOCK * BLOCK, g, g + BLOCK};
+    mix += (ulong)a->first * all;
     device const float *k = mix + (ASKS ? keys : values) + key * HEAD_DIM;
     device const float *q = ASKS ? k - keys : k + keys;
     device const float *x = mix + (ASKS ? 2 * keys : 0);
@@ -3076,8 +3081,9 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     z += h * a->dv + own;
     out += h * a->dv + own;
     int decays = CHANNELS ? HEAD_DIM : 1;                // of a head
-    alpha += at * decays;
-    beta += at;
+    int sure = a->first ? a->n : a->n - now[NOW_GUESSES];   // tokens that the state is to see
+    alpha += (at + a->first * a->step) * decays;
+    beta += at + a->first * a->step;
     state += block * HEAD_DIM * DELTA_LAYOUT + own % DELTA_LAYOUT;
     QUANT_UNROLL for (int i = 0; i < 4 * delta_quads(); i++) {
         int j = delta_col(i, rank);
@@ -3102,10 +3108,11 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
         if (rank < min(BLOCK, a->n - t0) && row < a->dv)
             out[(ulong)(t0 + rank) * values] = ASKS ? mine : (mine + skip[h] * v) * gate;
         delta_update(&in_block, w, rank, s);
-    }
-    QUANT_UNROLL for (int i = 0; i < 4 * delta_quads(); i++) {
-        int j = delta_col(i, rank);
-        if (j < HEAD_DIM && row < a->dv) state[(ulong)j * DELTA_LAYOUT] = s[i];
+        if (t0 >= sure || next < sure || row >= a->dv) continue;
+        QUANT_UNROLL for (int i = 0; i < 4 * delta_quads(); i++) {   // before any guess
+            int j = delta_col(i, rank);
+            if (j < HEAD_DIM) state[(ulong)j * DELTA_LAYOUT] = s[i];
+        }
     }
 }
 

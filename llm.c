@@ -310,7 +310,7 @@ typedef struct {
     int32_t *pos;              // [rows] position in each row, -1: empty
     int rows;
     int window, keep;          // a query sees `window` tokens and the first `keep`: see plan_caches
-    float *conv, *state;       // [taps-1][channels]; the recurrent state, see Part III
+    float *conv, *state;       // [taps-1 + FEW][channels]; the recurrent state, see Part III
 } Cache;
 
 typedef struct { float logit; int32_t id; } Candidate;   // for the next token (or an expert group)
@@ -367,11 +367,13 @@ typedef struct Session {
     float *gathered, *expert_out;     // [rows][dim or wide] what experts read; their results
     float *squeezed, *squeezed_sum;   // [n][wide] the experts' input, squeezed; their sum
     float *recurrent;          // [n_recurrent] conv and state of all layers
-    size_t n_recurrent;        // floats
-    float *saved, *unguessed;  // [n_recurrent] copies: the snapshot; the states before guesses
+    size_t n_recurrent, n_kept;   // floats; n_kept: of a layer
+    float *saved;              // [n_recurrent] a copy, the snapshot
     int saved_pos;             // where the snapshot was made; -1: there is none
-    int unseen;                // after guesses that fell: tokens at the history's end that are in
-                               // KV caches, but not in the states; 0 without states
+    float *kept;               // [n_layer][n_kept] inputs that the last guesses have to the states
+    float *trial;              // a layer's state, for guesses
+    int guesses, seen;         // the chunk's last tokens that are guesses; tokens of the history
+                               // that the states have seen: all but the last chunk's guesses
 } Session;
 
 // ---- 4. what the other parts provide ----
@@ -825,7 +827,7 @@ static void session_truncate(Session *s, int p) {
         for (int i = 0; i < s->cache[l].rows; i++)
             if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
     s->history.n = p;
-    s->unseen = 0;
+    s->seen = p;
     s->n_indexed = smaller(s->n_indexed, p);
     if (all && s->n_recurrent) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
     if (all) s->saved_pos = -1;
@@ -907,6 +909,7 @@ static bool session_run(Session *s, Request r, Error *e) {
     if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
     if (in_history) r.ids = s->history.id;
     int reused = session_reuse(s, &r, known), n;   // n: of the chunk
+    s->guesses = r.guesses;   // they are in one chunk with a token before them
     // recurrent models save their states, to return to if the next prompt begins like this one
     bool snapshot = s->n_recurrent && !in_history && r.n - (int)s->history.n > 1;
     for (int p = reused; p < r.n; p += n) {
@@ -921,7 +924,7 @@ static bool session_run(Session *s, Request r, Error *e) {
         if (!gpu) forward(s, r.ids + p, n, p);
         memmove(s->history.id + p, r.ids + p, n * sizeof *r.ids);
         s->history.n = p + n;
-        s->unseen = 0;
+        s->seen = p + n - r.guesses;
         if (!give_rows(s, &r, p, n, first, gpu, e)) return false;
     }
     return !s->on_chunk || s->on_chunk(s->ctx, reused, r.n, r.n) || fail(e, "interrupted");
@@ -957,7 +960,7 @@ static int session_reuse(Session *s, const Request *r, int known) {
     while (p < n_history && p < r->n && s->history.id[p] == r->ids[p]) p++;
     if (p > r->from) p = r->from;
     if (!s->m->config.causal) p = 0;
-    if (p == n_history) return p - s->unseen;   // the history goes on
+    if (p == n_history) return p;   // the history goes on
     if (s->n_recurrent) p = s->saved_pos >= 0 && s->saved_pos <= p ? s->saved_pos : 0;
     if (!rows_resident(s, p)) p = 0;
     session_truncate(s, p);
@@ -966,10 +969,9 @@ static int session_reuse(Session *s, const Request *r, int known) {
 
 // How many of the `left` tokens from pos on are the next chunk? In Llama 4 it ends where a span
 // ends. In recurrent models the last token of a prompt runs alone, after the snapshot: another
-// answer then costs one token. A few tokens that the states have not seen yet run alone, too.
+// answer then costs one token.
 static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
     int span = s->m->config.span, most = s->o.chunk;
-    if (s->unseen && left > FEW) return s->unseen;
     if (span) most = smaller(most, span - pos % span);
     if (left > most) return most;
     return snapshot && left > 1 ? left - 1 : left;
@@ -3141,31 +3143,35 @@ enum { CONV_CHANNELS = 64 };   // that one call takes
 //
 // LFM2 has gates in place of SiLU. s->mix holds the last `past` rows before the chunk, from the
 // cache, and behind them the chunk's rows. So the inputs of token t are rows t .. t + past, and its
-// result can take the place of row t, because no later token reads that row.
+// result can take the place of row t, because no later token reads that row. The cache keeps the
+// last rows before the guesses, and behind them the guesses' own.
 static void delta_conv(Session *s, const void *arg, size_t call) {
     const Layer *w = arg;
     size_t channels = w->conv_in.rows, at = call * CONV_CHANNELS;   // first channel
     bool gated = w->mixer == MIX_CONV;
-    int n = s->n, past = s->m->config.conv - 1;
+    int n = s->n, past = s->m->config.conv - 1, stood = s->pos - s->seen, sure = n - s->guesses;
     int width = channels - at < CONV_CHANNELS ? channels - at : CONV_CHANNELS;
     size_t bytes = width * sizeof(float);
     float *old = s->cache[s->l].conv + at, *mix = s->mix + at, tap[MOST_TAPS][CONV_CHANNELS];
     for (int j = 0; j <= past; j++)
         for (int i = 0; i < width; i++) tap[j][i] = w->conv[(at + i) * (past + 1) + j];
-    for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + j * channels, bytes);
+    for (int j = 0; j < past; j++) memcpy(mix + j * channels, old + (stood + j) * channels, bytes);
+    for (int t = 0; gated && t < n; t++)
+        for (int i = 0; i < width; i++)
+            mix[(past + t) * channels + i] *= s->att[t * channels + at + i];
+    for (int j = 0; j < past + s->guesses; j++)
+        memcpy(old + j * channels, mix + (sure + j) * channels, bytes);
     for (int t = 0; t < n; t++) {
         float y[CONV_CHANNELS] = {0}, *x = mix + t * channels;
         float *b = s->att + t * channels + at, *c = s->z + t * channels + at;   // gates
         for (int i = 0; i < CONV_CHANNELS; i += 16)   // the CPU does not prefetch rows so far apart
             __builtin_prefetch(x + (past + 8) * channels + i);
         if (w->conv_bias) memcpy(y, w->conv_bias + at, bytes);
-        for (int i = 0; gated && i < width; i++) x[past * channels + i] *= b[i];
         for (int j = 0; j <= past; j++)
             for (int i = 0; i < width; i++) y[i] += tap[j][i] * x[j * channels + i];
         for (int i = 0; gated && i < width; i++) b[i] = y[i] * c[i];   // it is the result
         if (!gated) activate(x, NULL, y, width, ACT_SILU);
     }
-    for (int j = 0; j < past; j++) memcpy(old + j * channels, mix + (n + j) * channels, bytes);
 }
 
 // ---- 18. the gated delta rule (arXiv 2412.06464) ----
@@ -3291,10 +3297,10 @@ static void delta_gates_row(Session *s, const void *arg, size_t i) {
     }
 }
 
-// The inputs of value head h for the first token of the chunk. The next token's inputs stand `step`
-// floats further on. A row of s->mix is q | k | v of all heads, in a state space v | k | q.
+// The inputs of value head h for token t of the chunk. The next token's inputs stand `step` floats
+// further on. A row of s->mix is q | k | v of all heads, in a state space v | k | q.
 typedef struct { const float *q, *k, *v; size_t step; } HeadInputs;
-static HeadInputs head_inputs(const Session *s, const Layer *w, int h) {
+static HeadInputs head_inputs(const Session *s, const Layer *w, int h, int t) {
     const Config *c = &s->m->config;
     int key = c->key_tiled ? h % c->n_key : h / (c->n_value / c->n_key);   // the key head
     size_t keys = c->n_key * c->dk, values = c->n_value * c->dv;   // floats of all heads
@@ -3304,21 +3310,24 @@ static HeadInputs head_inputs(const Session *s, const Layer *w, int h) {
         k = values;
         v = 0;
     }
-    return (HeadInputs){s->mix + q + key * c->dk, s->mix + k + key * c->dk,
-                        s->mix + v + h * c->dv, w->conv_in.rows};
+    const float *mix = s->mix + (size_t)t * w->conv_in.rows;
+    return (HeadInputs){mix + q + key * c->dk, mix + k + key * c->dk, mix + v + h * c->dv,
+                        w->conv_in.rows};
 }
 
-// The rule in plain loops: strip i of S, over all tokens of the chunk. A state space does not ask.
-static __attribute__((unused)) void plain_memory(Session *s, const Layer *w, size_t i) {
+typedef struct { size_t i; float *state; int t, end; } Strip;   // its number; tokens t .. end-1
+
+// The rule in plain loops, on a strip of S. A state space does not ask.
+static __attribute__((unused)) void plain_memory(Session *s, const Layer *w, Strip a) {
     const Config *c = &s->m->config;
-    int strips = delta_strips(c), h = i / strips, first = i % strips * DELTA_ROWS, dk = c->dk;
+    int strips = delta_strips(c), h = a.i / strips, first = a.i % strips * DELTA_ROWS, dk = c->dk;
     bool asks = w->mixer == MIX_DELTA;
-    HeadInputs in = head_inputs(s, w, h);
-    for (int t = 0; t < s->n; t++, in.q += in.step, in.k += in.step, in.v += in.step) {
+    HeadInputs in = head_inputs(s, w, h, a.t);
+    for (int t = a.t; t < a.end; t++, in.q += in.step, in.k += in.step, in.v += in.step) {
         size_t head = (size_t)t * c->n_value + h;
         const float *g = c->kda ? s->decay + head * dk : s->decay + head;
         for (int r = first; r < c->dv && r < first + DELTA_ROWS; r++) {
-            float *S = s->cache[s->l].state + i * dk * DELTA_ROWS + r - first;   // row r
+            float *S = a.state + r - first;   // row r
             float stored = 0, out = asks ? 0 : in.v[r] * w->skip[h];
             for (int j = 0; j < dk; j++) S[j * DELTA_ROWS] *= g[c->kda ? j : 0];
             for (int j = 0; asks && j < dk; j++) stored += S[j * DELTA_ROWS] * in.k[j];
@@ -3330,7 +3339,32 @@ static __attribute__((unused)) void plain_memory(Session *s, const Layer *w, siz
     }
 }
 
-static RowFn memory_strip;   // plain_memory, or Part V's faster one
+static void memory_strip(Session *s, const Layer *w, Strip a);   // or Part V's faster one
+
+// Strip i of S over all tokens: first those of the last chunk that were guesses and stood, whose
+// rows are behind those of this one; its own guesses change a copy.
+static void delta_strip(Session *s, const void *w, size_t i) {
+    int n = s->n, sure = n - s->guesses;
+    size_t size = (size_t)s->m->config.dk * DELTA_ROWS;
+    float *state = s->cache[s->l].state + i * size, *trial = s->trial + i * size;
+    Strip stood = {i, state, n, n + s->pos - s->seen};
+    if (stood.end > n) memory_strip(s, w, stood);
+    memory_strip(s, w, (Strip){i, state, 0, sure});
+    if (!s->guesses) return;
+    memcpy(trial, state, size * sizeof *trial);
+    memory_strip(s, w, (Strip){i, trial, sure, n});
+}
+
+// Copies inputs of the rule: those that were kept, behind the chunk's rows; then its guesses' ones.
+static void keep_inputs(Session *s, const Layer *w) {
+    size_t n = s->n, h = s->m->config.n_value, stood = s->pos - s->seen;
+    size_t width[] = {w->conv_in.rows, h * larger(s->m->config.kda, 1), h};
+    float *rows[] = {s->mix, s->decay, s->strength}, *kept = s->kept + s->l * s->n_kept;
+    for (int k = 0; k < 3; kept += FEW * width[k++]) {
+        memcpy(rows[k] + n * width[k], kept, stood * width[k] * sizeof *kept);
+        memcpy(kept, rows[k] + (n - s->guesses) * width[k], s->guesses * width[k] * sizeof *kept);
+    }
+}
 
 // norm(o) * silu(z), in KDA norm(o) * sigmoid(z), in a state space norm(o * silu(z))
 static void delta_out_row(Session *s, const void *arg, size_t i) {
@@ -3443,7 +3477,8 @@ static void recurrent(Session *s) {
     each_row(s, delta_conv, w, calls);
     if (w->mixer != MIX_CONV) {
         each_row(s, delta_gates_row, w, n);
-        each_row(s, memory_strip, w, c->n_value * delta_strips(c));
+        if (s->guesses || s->pos > s->seen) keep_inputs(s, w);
+        each_row(s, delta_strip, w, c->n_value * delta_strips(c));
         each_row(s, delta_out_row, w, n);
     }
     product(s, &w->delta_out, s->att, s->out);
@@ -3709,17 +3744,21 @@ static void widen(Widths *most, const Layer *w) {   // so that layer w fits
 // The states of recurrent layers lie side by side, so that a snapshot is one copy.
 static void plan_states(Session *s, Arena *a) {
     const Config *c = &s->m->config;
-    uint64_t start = a->used, f = sizeof(float);
+    uint64_t start = a->used, f = sizeof(float), size = 0;
     s->recurrent = arena_take(a, 0, f);   // no bytes: where the first one begins
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
         if (!w->mixer) continue;
-        s->cache[l].conv = arena_take(a, (c->conv - 1) * w->conv_in.rows, f);
-        if (w->mixer != MIX_CONV) s->cache[l].state = arena_take(a, delta_state_size(c), f);
+        s->cache[l].conv = arena_take(a, (c->conv - 1 + FEW) * w->conv_in.rows, f);
+        uint64_t inputs = w->conv_in.rows + c->n_value * (1 + larger(c->kda, 1));
+        s->n_kept = larger(s->n_kept, FEW * inputs);
+        if (w->mixer == MIX_CONV) continue;
+        s->cache[l].state = arena_take(a, size = delta_state_size(c), f);
     }
     s->n_recurrent = (a->used - start) / f;
     s->saved = arena_take(a, s->n_recurrent, f);
-    s->unguessed = arena_take(a, s->o.draft > 0 ? s->n_recurrent : 0, f);
+    s->kept = arena_take(a, c->n_layer * s->n_kept, f);
+    s->trial = arena_take(a, size, f);
 }
 
 static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes);   // of the states
@@ -3764,12 +3803,12 @@ static void plan_scratch(Session *s, Arena *a) {
     s->q = arena_take(a, n * most.q, f);
     s->k = arena_take(a, n * most.k, f);
     s->v = arena_take(a, n * most.v, f);
-    s->att = arena_take(a, n * most.att, f);
-    s->mix = arena_take(a, (n + c->conv) * most.mix, f);
+    s->att = arena_take(a, (n + FEW) * most.att, f);
+    s->mix = arena_take(a, (n + c->conv + FEW) * most.mix, f);
     s->z = arena_take(a, n * most.z, f);
     s->beta_alpha = arena_take(a, n * 2 * c->n_value, f);
-    s->decay = arena_take(a, n * c->n_value * larger(c->kda, 1), f);
-    s->strength = arena_take(a, n * c->n_value, f);
+    s->decay = arena_take(a, (n + FEW) * c->n_value * larger(c->kda, 1), f);
+    s->strength = arena_take(a, (n + FEW) * c->n_value, f);
     a->used = start;            // 2: the FFN or experts
     uint64_t rows = larger(n, c->n_used), wide = c->n_expert ? larger(c->dim, most.squeezed) : 0;
     s->gate = arena_take(a, rows * most.ff, f);
@@ -6364,7 +6403,7 @@ static void narrow(const float *x, int n, uint16_t *to) {
     for (int i = 0; i < n; i++) to[i] = quant_f32_to_f16(x[i]);
 }
 
-static void memory_strip(Session *s, const void *w, size_t i) { plain_memory(s, w, i); }
+static void memory_strip(Session *s, const Layer *w, Strip a) { plain_memory(s, w, a); }
 #else   // LLM_PLAIN leaves out sections 28 to 37, some 1,600 lines
 
 // ---- 28. instructions ----
@@ -7683,26 +7722,26 @@ static void attention(Pool *p, Arena *arena, const Attention *a) {
 // S has yet to decay for the next token, so `asked` is multiplied by g; in KDA (by_column), where g
 // is a vector, k_next is. A token costs 4 dk dv multiply-adds, 65,536 for 128 x 128. The chunked
 // (WY) form takes 70,000 with chunks of 64, and a triangular inverse.
-INLINE void fast_memory(Session *s, const Layer *w, size_t strip, bool asks, bool by_column) {
+INLINE void fast_memory(Session *s, const Layer *w, Strip a, bool asks, bool by_column) {
     enum { V = 4 };
     const Config *c = &s->m->config;
-    int strips = delta_strips(c), h = strip / strips, r = strip % strips * DELTA_ROWS, dk = c->dk;
+    int strips = delta_strips(c), h = a.i / strips, r = a.i % strips * DELTA_ROWS, dk = c->dk;
     int each = by_column ? dk : 1;   // decays of a head
-    HeadInputs in = head_inputs(s, w, h);
+    HeadInputs in = head_inputs(s, w, h, a.t);
     size_t step = in.step;
-    float *state = s->cache[s->l].state + strip * dk * DELTA_ROWS;
+    float *state = a.state;
     for (int end = r + DELTA_ROWS; r < c->dv && r < end; r += V * LANES, state += V * LANES) {
         size_t bytes = (c->dv - r < V * LANES ? c->dv - r : V * LANES) * sizeof(float);
         const float *q = in.q, *k = in.k, *value = in.v + r;
-        const float *g = s->decay + (size_t)h * each;
+        const float *g = s->decay + ((size_t)a.t * c->n_value + h) * each;
         vf asked[V] = {{0}};
         for (int j = 0; asks && j < dk; j++)
             UNROLL for (int v = 0; v < V; v++)
                 asked[v] += load_f32(state + j * DELTA_ROWS + v * LANES) *
                             (by_column ? k[j] * g[j] : k[j]);
-        for (int i = 0; i < s->n; i++, q += step, k += step, value += step) {
-            const float *next = i + 1 < s->n ? k + step : k;
-            const float *next_g = i + 1 < s->n ? g + (size_t)c->n_value * each : g;
+        for (int i = a.t; i < a.end; i++, q += step, k += step, value += step) {
+            const float *next = i + 1 < a.end ? k + step : k;
+            const float *next_g = i + 1 < a.end ? g + (size_t)c->n_value * each : g;
             size_t at = (size_t)i * c->n_value + h;
             vf write[V] = {{0}}, out[V] = {{0}}, ask[V] = {{0}};
             prefetch_l1(q + 2 * step, dk * sizeof *q);
@@ -7727,10 +7766,10 @@ INLINE void fast_memory(Session *s, const Layer *w, size_t strip, bool asks, boo
     }
 }
 
-static void memory_strip(Session *s, const void *w, size_t i) {   // one copy for each kind
-    if (((const Layer *)w)->mixer == MIX_SPACE) fast_memory(s, w, i, false, false);
-    else if (s->m->config.kda) fast_memory(s, w, i, true, true);
-    else fast_memory(s, w, i, true, false);
+static void memory_strip(Session *s, const Layer *w, Strip a) {   // one copy for each kind
+    if (w->mixer == MIX_SPACE) fast_memory(s, w, a, false, false);
+    else if (s->m->config.kda) fast_memory(s, w, a, true, true);
+    else fast_memory(s, w, a, true, false);
 }
 
 // ---- 37. AMX ----
@@ -8136,8 +8175,7 @@ static bool guess_ids(Session *s, int n, int count) {
 // How many guesses, at most `most`, fit into a chunk behind those of n tokens not yet evaluated?
 static int guesses_fit(const Session *s, int n, int most) {
     const Model *m = s->m;
-    int start = s->history.n - s->unseen;
-    int end = smaller(n + most, start + chunk_size(s, start, FEW, false));
+    int start = s->history.n, end = smaller(n + most, start + chunk_size(s, start, FEW, false));
     if (m->config.n_exact) end = smaller(end, m->config.n_exact);
     if (m->pos_embd.data) end = smaller(end, m->pos_embd.rows);
     return end > n ? end - n : 0;
@@ -8172,10 +8210,8 @@ static bool generate_guessing(Session *s, const int32_t *ids, int n, int n_predi
     Guesses g = {.most = 1};
     Request r = {.ids = ids, .n = n, .from = n - 1};
     for (;;) {
-        int seen = s->history.n - s->unseen;
-        if (g.run) copy_states(s, s->unguessed, s->recurrent);   // none in a Llama
         bool ok = session_run(s, r, e);
-        if (!ok) s->history.n = smaller(s->history.n, n);
+        if (!ok && g.run) s->history.n = smaller(s->history.n, n);
         g.stood = 0;
         for (int k = 0; ok && !ends && k == g.stood && k <= g.run; k++) {
             const float *row = s->logits + (size_t)k * s->m->config.n_vocab;
@@ -8188,12 +8224,6 @@ static bool generate_guessing(Session *s, const int32_t *ids, int n, int n_predi
                    ++made == n_predict;
             if (g.written && *next == id) g.stood++;
             *next = id;
-        }
-        // a state has seen the guesses that fell: it goes back to before all of them, and those
-        // that stood run again with what comes next
-        if (s->n_recurrent && g.run && (int)s->history.n < r.n) {
-            copy_states(s, s->recurrent, s->unguessed);
-            s->unseen = s->history.n - seen;
         }
         if (!ok || ends) return ok;
         guess_next(s, &g, n, n_predict < 0 ? -1 : n_predict - made);

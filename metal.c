@@ -70,10 +70,11 @@ typedef struct Gpu {
     float *powers;              // [rows] see halve
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate also takes their results
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
-    float *conv;                // [chunk][channels] the output of delta_conv
+    float *conv;                // the output of delta_conv, see rule_inputs
     float *inputs;              // [chunk][n_layer][per_layer]
     float *packed;              // what ring_inputs makes of the inputs of a few tokens
     float *parts;               // [FEW][n_head][slices][vd + 2] of a long ring, see Spread
+    int sure;                   // tokens of the last pass before its guesses
     bool dry;                   // what is encoded will not run
     char why[300];              // what went wrong first, or empty
 } Gpu;
@@ -1429,22 +1430,47 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
     } else run_experts_sum(s, w, shared, y, n, e);
 }
 
+// Rows of what the convolution makes, and behind them, from row n or FEW on, those of alpha and of
+// beta. A few tokens have the layer's own, which stay until its next pass.
+static float *rule_inputs(const Session *s, int n) {
+    return n > FEW ? s->gpu->conv : s->kept + s->l * s->n_kept;
+}
+
+// the rule for n tokens from row `first` of its inputs on; 0: a pass, else guesses that stood
+static void run_rule(Session *s, const Layer *w, int n, int first) {
+    const Config *c = &s->m->config;
+    bool fused = w->beta_alpha.data, asks = w->mixer == MIX_DELTA, kda = c->kda;
+    int share = c->n_value / c->n_key, block = is_few(s, n) ? 1 : BLOCK_MAX, rows = larger(n, FEW);
+    const float *conv = rule_inputs(s, n), *alpha = conv + rows * w->conv_in.rows;
+    const float *beta = fused ? alpha : alpha + rows * c->n_value * larger(c->kda, 1);
+    struct delta_args b = {n, first, c->n_key, c->n_value, c->dv, c->key_tiled,
+                           fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps,
+                           c->kda_lower};
+    if (fused) alpha += share;
+    run_kernel(s, b, "delta_rule", {s->cache[s->l].state, conv, alpha, beta, w->dt_bias, w->a,
+                                    s->att, s->z, w->skip, s->gpu->now}, 10,
+               c->n_value * div_up(c->dv, DELTA_UNIT * UNIT_SIMDGROUPS),
+               UNIT_SIMDGROUPS * SIMD_LANES, delta_floats(c->dk, block, kda),
+               {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks, [C_BLOCK] = block, [C_CHANNELS] = kda});
+}
+
 // Returns [n][n_value][dv] or, of a short convolution, [n][channels]: run_products once, or twice
 // if beta and alpha are not fused, then convolution, rule and norm. KDA has q, k and v in three
 // matrices, and makes alpha and z by two products, one after the other, where they have an _a. A
 // short convolution has neither rule nor norm.
 static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
-    Gpu *g = s->gpu;
     const Config *c = &s->m->config;
     const Cache *cache = &s->cache[s->l];
     bool fused = w->beta_alpha.data, asks = w->mixer == MIX_DELTA, gated = w->mixer == MIX_CONV;
     bool kda = c->kda, two = w->alpha_a.data, z_two = w->z_a.data, apart = asks && !fused;
-    int channels = w->conv_in.rows, past = c->conv - 1;
+    int channels = w->conv_in.rows, past = c->conv - 1, values = c->n_value * c->dv;
+    float *conv = rule_inputs(s, n), *alpha = conv + larger(n, FEW) * channels;
     float *mix = s->mix + (size_t)past * channels, *z_in = s->att + n * w->alpha_a.rows;
     const Matrix *m[4] = {&w->conv_in, &w->z, &w->alpha, &w->beta};
-    float *to[4] = {mix, s->z, gated ? s->att : s->decay, s->strength};
+    float *to[4] = {mix, s->z, gated ? s->att : alpha,
+                    alpha + larger(n, FEW) * c->n_value * larger(c->kda, 1)};
     if (z_two) m[1] = &w->z_a, to[1] = z_in;
-    if (fused) m[2] = &w->beta_alpha, to[2] = s->beta_alpha;
+    if (fused) m[2] = &w->beta_alpha;
     else if (two) m[2] = &w->alpha_a, to[2] = s->att;
     if (kda) {   // three matrices in place of conv_in, whose results lie side by side
         const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
@@ -1453,31 +1479,21 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
         run_products(s, m + 1, 3, in, to + 1, n, STORE);
     } else run_products(s, m, apart ? 2 : 3, in, to, n, STORE);
     if (apart && !kda) run_products(s, m + 2, 2, in, to + 2, n, STORE);
-    if (two) run_product(s, &w->alpha, (Input){s->att, NULL}, s->decay, n, STORE);
+    if (two) run_product(s, &w->alpha, (Input){s->att, NULL}, alpha, n, STORE);
     if (z_two) run_product(s, &w->z, (Input){z_in, NULL}, s->z, n, STORE);
     struct conv_args a = {n, channels, past};
     run_kernel(s, a, "delta_conv", {s->mix, cache->conv, w->conv, w->conv_bias, s->att, s->z,
-                                    g->conv}, 7,
+                                    conv, s->gpu->now}, 8,
                UNITS(div_up(channels, SIMD_LANES) * div_up(n, CONV_TOKENS)), 0,
                {[C_BIASES] = w->conv_bias != NULL, [C_GATED] = gated});
-    if (gated) return g->conv;
-    int share = c->n_value / c->n_key, block = is_few(s, n) ? 1 : BLOCK_MAX;
-    const float *alpha = fused ? s->beta_alpha + share : s->decay;
-    const float *beta = fused ? s->beta_alpha : s->strength;
-    struct delta_args b = {n, c->n_key, c->n_value, c->dv, c->key_tiled,
-                           fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps,
-                           c->kda_lower};
-    run_kernel(s, b, "delta_rule", {cache->state, g->conv, alpha, beta, w->dt_bias, w->a, s->att,
-                                    s->z, w->skip}, 9,
-               c->n_value * div_up(c->dv, DELTA_UNIT * UNIT_SIMDGROUPS),
-               UNIT_SIMDGROUPS * SIMD_LANES, delta_floats(c->dk, block, kda),
-               {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks, [C_BLOCK] = block, [C_CHANNELS] = kda});
-    int cols = asks ? c->dv : c->dv * share, rows = n * c->n_value * c->dv / cols;
+    if (gated) return conv;
+    run_rule(s, w, n, 0);
+    int cols = asks ? c->dv : values / c->n_key, rows = n * values / cols;
     Epilogue gate = {.kind = EPILOGUE_GLU, .other = s->z, .factor = 1};
     if (w->delta_norm.w)
         run_norm(s, s->att, &w->delta_norm, NORM_RMS, cols, s->att, rows,
                  asks && !kda ? gate : STORE);
-    if (kda) run_gate_heads(s, s->att, n * c->n_value * c->dv, 1, false);
+    if (kda) run_gate_heads(s, s->att, n * values, 1, false);
     return s->att;
 }
 
@@ -1597,6 +1613,8 @@ static void send_tokens(Session *s, const int32_t *ids, int n, int pos) {
     s->pos = pos;
     g->now[NOW_POS] = pos;
     g->now[NOW_PLACED] = ids != NULL;
+    g->now[NOW_STOOD] = ids ? pos - s->seen : 0;
+    g->now[NOW_GUESSES] = s->guesses;
     for (int i = 0; i < n; i++) g->ids[i] = ids ? ids[i] : 0;
     for (int l = 0; ids && l < c->n_layer; l++)
         for (int i = 0; s->cache[l].rows && i < n; i++)
@@ -1657,13 +1675,16 @@ static bool gpu_finish(Session *s, int rows, int pos, int end) {
     bool ok = device_wait(s->gpu);
     if (!ok) gpu_close(s);
     if (ok || (!DEVICE_COPIES && !s->n_recurrent)) return ok;
+    int guesses = s->guesses;
     session_truncate(s, 0);
+    s->guesses = 0;   // the history has none
     for (int p = 0, n; p < end; p += n) {
         int stop = p < pos ? pos : end;   // chunks as before: one begins at pos
         n = stop - p < s->o.chunk ? stop - p : s->o.chunk;
         forward(s, s->history.id + p, n, p);
+        s->seen = p + n;
     }
-    if (s->o.draft > 0) copy_states(s, s->unguessed, s->recurrent);   // that copy is lost, too
+    s->guesses = guesses;
     s->history.n = end;
     return false;
 }
@@ -1672,7 +1693,11 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
     int rows = n - first < LOGIT_ROWS ? n - first : LOGIT_ROWS;
     if (!s->gpu) return false;
     device_begin(s->gpu);
+    for (s->l = 0; pos > s->seen && s->l < s->m->config.n_layer; s->l++)
+        if (s->cache[s->l].state)
+            run_rule(s, &s->m->layers[s->l], pos - s->seen, s->gpu->sure);
     send_tokens(s, ids, n, pos);
+    s->gpu->sure = n - s->guesses;
     int few = is_few(s, n) ? n : 0;
     if (!device_again(s->gpu, few, tokens_key(s, few, rows))) {
         run_layers(s, n);
@@ -1752,7 +1777,7 @@ static void plan_gpu(Session *s, Arena *a) {
         parts = larger(parts, (size_t)FEW * w->n_head * slices * (w->vd + 2));
         heads = larger(heads, w->n_head);
         if (w->router.data) ff = larger(ff, w->ff), out = larger(out, w->down.rows);
-        if (w->mixer) conv = larger(conv, w->conv_in.rows);
+        if (w->mixer) conv = larger(conv, w->conv_in.rows + c->n_value * (1 + larger(c->kda, 1)));
         if (w->k_b.data)   // both kinds of rows that each head has
             wide = larger(wide, w->n_head * half_step(larger(w->k_b.cols, w->v_b.cols)));
     }

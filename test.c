@@ -5205,7 +5205,7 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     if (!d->fused) x.w.beta = lab_matrix(g, FORMAT_F16, d->n_value, DIM).m;
     for (int h = 0; h < d->n_value; h++) ((float *)x.w.a)[h] -= d->kda < 0 ? -2 : 1;   // it decays
     float *in = lab_floats(g, N * DIM, 1), *state = lab_floats(g, all, 1);
-    g->conv = lab_floats(g, N * channels, 1);
+    g->conv = lab_floats(g, N * (channels + decays + d->n_value), 1);
     float *got = need(N * values * sizeof *got), *old = memcpy(need(4 * all), state, 4 * all);
     Cache cache[2] = {{.conv = old, .state = old + n_conv},
                       {.conv = state, .state = state + n_conv}};
@@ -5214,7 +5214,8 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
                     .z = lab_floats(g, N * values, 1), .att = lab_floats(g, N * values, 1),
                     .beta_alpha = lab_floats(g, N * 2 * d->n_value, 1),
                     .decay = lab_floats(g, N * decays, 1),
-                    .strength = lab_floats(g, N * d->n_value, 1)};
+                    .strength = lab_floats(g, N * d->n_value, 1),
+                    .kept = lab_floats(g, FEW * (channels + decays + d->n_value), 1)};
     round_floats(in, N * DIM);
     Session cpu = lab_cpu(&x, x.s, &x.w);
     cpu.pool->amx = false;   // keeps but 17 bits of activations that meet f16
