@@ -120,7 +120,9 @@ typedef struct {
     int norm, act;             // NORM_RMS, ...; ACT_SILU, ...
     bool limit_first;          // the gate is clamped before its activation, not after (Maple)
     int n_loops;               // how many times n_layer counts the file's layers (Nanbeige)
-    bool nextn;                // the file has blocks that guess further tokens, too: not run
+    int n_nextn;               // blocks behind the layers that guess further tokens, see Part III
+    bool nextn_raw;            // these read the stream itself, not normed (Step 3.5)
+    bool nextn_layer_norm;     // their own output norm is a LayerNorm (Nemotron-H)
     bool causal;               // a token does not see later ones (Llama: true); encoders: it does
     bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
     int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
@@ -247,12 +249,16 @@ typedef struct {
     // its own input
     Matrix input_gate, input_proj;   // [per_layer][dim], [dim][per_layer]
     Norm input_norm;           // [dim]
+    // a block that guesses further tokens
+    Norm embd_norm, state_norm, out_norm;   // [dim]
+    Matrix joint;              // [dim][2 * dim] makes its input of an embedding and a state
+    Matrix embd, output;       // the model's or its own; output: the rows of ids that it guesses
 } Layer;
 
 typedef struct {
     Config config;
     Matrix embd;               // [ids][dim], of n_vocab ids at least
-    Layer *layers;             // [n_layer]
+    Layer *layers;             // [n_layer], and n_nextn blocks
     Norm out_norm;             // [dim]
     Matrix output;             // [n_vocab][dim]; it may be embd
     const float *freqs;        // [n_rot/2] divisors of RoPE's frequencies (Llama 3.1), or NULL
@@ -271,6 +277,7 @@ typedef struct {
     Matrix layer_embd, layer_proj;   // [ids][n_layer * per_layer], [n_layer * per_layer][dim]
     Norm layer_norm;           // [per_layer]
     Tokens suppressed;         // ids that are never sampled
+    Error nextn_idle;          // why the file's nextn blocks do not run, or ""
 } Model;
 
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
@@ -325,7 +332,8 @@ typedef struct Session {
     Options o;
     Pool *pool;
     Map kv, scratch;           // memory of the caches; of all other buffers
-    Cache *cache;              // [n_layer]
+    Cache *cache;              // [n_cache]
+    int n_cache;               // n_layer, and the nextn blocks if they guess
     Tokens history;            // the text evaluated so far, and room for one more token
     uint64_t rng;
     struct Gpu *gpu;           // see metal.c; NULL: the CPU does the work
@@ -354,6 +362,9 @@ typedef struct Session {
     // -- guesses, see guess_ids --
     int32_t *index;            // [n_index] positions; those up to n_indexed have been entered
     int n_index, n_indexed;
+    float *states;             // [chunk][dim] of the last positions, each in row pos % chunk
+    float *pairs;              // [n][2 * dim] embeddings and states
+    int nextn_pos;             // positions below it have passed the nextn blocks, or are given up
 
     // -- other families -- rows: choices of experts that run at once, n or, if that is more, n_used
     float *slopes;             // [n_head] of ALiBi
@@ -456,6 +467,8 @@ static RowFn add_more_row;
 static const float *hidden_rows(Session *s, int first, int n);   // norm(x) of n rows
 static bool check_more(const Session *s, int n, Error *e);   // can the model run n tokens?
 static bool generate_guessing(Session *s, const int32_t *ids, int n, int most, OnToken f, Error *e);
+static RowFn keep_state_row;          // keeps what nextn blocks read
+static void nextn_follow(Session *s, const int32_t *ids, int end);   // tokens below end pass them
 
 // A GPU (metal.c) runs the whole model on a Session's buffers. False: there is none, or it failed,
 // and the CPU does the work. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row
@@ -547,41 +560,51 @@ static void product(Session *s, const Matrix *w, const float *x, float *out) {
     matmul(s->pool, &s->op_scratch, &(Matmul){w, x, out, s->n}, 1);
 }
 
-static void forward(Session *s, const int32_t *ids, int n, int pos) {
-    const Config *c = &s->m->config;
+static void begin_chunk(Session *s, const int32_t *ids, int n, int pos) {
     assert(n > 0 && n <= s->o.chunk);
     s->ids = ids;
     s->n = n;
     s->pos = pos;
+    each_row(s, angles_row, &s->m->config, n);
+}
+
+// the chunk passes layer s->l
+static void forward_layer(Session *s) {
+    const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
+    int n = s->n;
+    // Gemma 2 norms results before they are added: add_more_row takes the norm, add_row none
+    RowFn *add = adds_more(w) ? add_more_row : add_row;
+    // SmallThinker chooses experts here
+    if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
+
+    // x += attention(norm(x)): tokens look at each other
+    if (w->n_kv || w->mixer) {   // Nemotron-H: a layer has attention or an FFN
+        each_row(s, norm_row, &w->attn_norm, n);
+        if (w->k_b.data || w->mixer) mix_tokens(s);   // DeepSeek; Qwen3-Next, LFM2
+        else attention_block(s);
+        // GPT-NeoX: side by side with attention, the FFN reads the stream as it was
+        if (w->side_by_side && w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
+        each_row(s, add, &w->attn_post_norm, n);
+    }
+
+    // x += ffn(norm(x)): each token by itself
+    if (w->up.data) {
+        if (!w->side_by_side) each_row(s, norm_row, &w->ffn_norm, n);
+        if (w->router.data) experts(s);   // Mixtral
+        else ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
+        each_row(s, add, &w->ffn_post_norm, n);
+        if (w->input_gate.data) add_layer_input(s);   // Gemma 4
+    }
+}
+
+static void forward(Session *s, const int32_t *ids, int n, int pos) {
+    const Config *c = &s->m->config;
+    begin_chunk(s, ids, n, pos);
     each_row(s, embed_row, s->m, n);
     if (c->per_layer) make_layer_inputs(s);   // Gemma 4
-    each_row(s, angles_row, c, n);
-    for (s->l = 0; s->l < c->n_layer; s->l++) {
-        const Layer *w = &s->m->layers[s->l];
-        // Gemma 2 norms results before they are added: add_more_row takes the norm, add_row none
-        RowFn *add = adds_more(w) ? add_more_row : add_row;
-        // SmallThinker chooses experts here
-        if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
-
-        // x += attention(norm(x)): tokens look at each other
-        if (w->n_kv || w->mixer) {   // Nemotron-H: a layer has attention or an FFN
-            each_row(s, norm_row, &w->attn_norm, n);
-            if (w->k_b.data || w->mixer) mix_tokens(s);   // DeepSeek; Qwen3-Next, LFM2
-            else attention_block(s);
-            // GPT-NeoX: side by side with attention, the FFN reads the stream as it was
-            if (w->side_by_side && w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
-            each_row(s, add, &w->attn_post_norm, n);
-        }
-
-        // x += ffn(norm(x)): each token by itself
-        if (w->up.data) {
-            if (!w->side_by_side) each_row(s, norm_row, &w->ffn_norm, n);
-            if (w->router.data) experts(s);   // Mixtral
-            else ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
-            each_row(s, add, &w->ffn_post_norm, n);
-            if (w->input_gate.data) add_layer_input(s);   // Gemma 4
-        }
-    }
+    for (s->l = 0; s->l < c->n_layer; s->l++) forward_layer(s);
+    if (s->n_cache > c->n_layer) each_row(s, keep_state_row, NULL, n);   // for guesses
 }
 
 static void embed_row(Session *s, const void *arg, size_t i) {   // x = the token's embedding
@@ -810,9 +833,8 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 // past any limit but those in check_more.
 
 static void plan_caches(Session *s, Arena *a) {   // a plan: places every cache
-    const Config *c = &s->m->config;
     plan_states(s, a);
-    for (int l = 0; l < c->n_layer; l++) {
+    for (int l = 0; l < s->n_cache; l++) {
         const Layer *w = &s->m->layers[l];
         Cache *cache = &s->cache[l];
         if (!w->n_kv) continue;
@@ -837,12 +859,14 @@ static void plan_caches(Session *s, Arena *a) {   // a plan: places every cache
 static void session_truncate(Session *s, int p) {
     bool all = p == 0;
     assert(!s->n_recurrent || all || p == s->saved_pos);
-    for (int l = 0; l < s->m->config.n_layer; l++)
+    nextn_follow(s, s->history.id, p);
+    for (int l = 0; l < s->n_cache; l++)
         for (int i = 0; i < s->cache[l].rows; i++)
             if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
     s->history.n = p;
     s->unseen = 0;
     s->n_indexed = smaller(s->n_indexed, p);
+    s->nextn_pos = p + 1;   // the state before p is lost
     if (all && s->n_recurrent) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
     if (all) s->saved_pos = -1;
     gpu_store(s, all);
@@ -861,7 +885,7 @@ void session_close(Session *s) {
 
 bool session_open(Session *s, const Model *m, Options o, Error *e) {
     const Config *c = &m->config;
-    *s = (Session){.m = m, .o = o, .rng = o.sampling.seed};
+    *s = (Session){.m = m, .o = o, .rng = o.sampling.seed, .n_cache = c->n_layer};
     if (!s->o.window) s->o.window = smaller(c->n_ctx, 4096);
     if (c->n_exact) s->o.window = smaller(s->o.window, c->n_exact);   // DeepSeek 3.2
     if (!s->o.threads) s->o.threads = count_cpus();
@@ -869,11 +893,13 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     if (rows > INT32_MAX / 2 || o.window < 0 || o.chunk < 0 || o.keep < 0)
         return fail(e, "a window of %d, a chunk of %d and %d pinned tokens are out of range",
                     s->o.window, o.chunk, o.keep);
-    s->cache = calloc(c->n_layer, sizeof *s->cache);
+    if (o.draft > 0 && o.chunk != 1) s->n_cache += c->n_nextn;
+    s->cache = calloc(s->n_cache, sizeof *s->cache);
     if (!s->cache) return fail(e, "out of memory");
     s->pool = pool_open(s->o.threads);
     if (!s->pool) return fail(e, "cannot start %d threads", s->o.threads);
     int chunk = o.cpu ? 0 : gpu_chunk(s);
+    if (s->gpu) s->n_cache = c->n_layer;
     if (!s->o.chunk) s->o.chunk = chunk ? chunk : 512;
     if (!place_plan(s, plan_caches, &s->kv, "KV cache; try a smaller -c", e) ||
         !place_plan(s, plan_scratch, &s->scratch, "scratch; try a smaller -b", e))
@@ -922,6 +948,7 @@ static bool session_run(Session *s, Request r, Error *e) {
             s->saved_pos = p;
         }
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
+        if (p + n - s->nextn_pos >= s->o.chunk) nextn_follow(s, r.ids, p + 1);
         int first = r.from > p ? smaller(r.from - p, n) : 0;   // the chunk's first row for r.fn
         bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);   // n: no logits
         if (!gpu) forward(s, r.ids + p, n, p);
@@ -1596,8 +1623,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"afmoe", .c = {.gating = GATING_SIGMOID}, .flags = GATE | EMBD_SQRT,
      .period = 4, .no_rope = 4},
     {"spark2_5", .c = {.act = ACT_GELU}, .flags = GATE, .period = 4},
-    {"step35*", .c = {.gating = GATING_SIGMOID, .rope_base_local = 10000, .local_unscaled = true},
-     .flags = GATE | HALF_ROTATED, .period = 4},
+    {"step35*", .c = {.gating = GATING_SIGMOID, .rope_base_local = 10000, .local_unscaled = true,
+     .nextn_raw = true}, .flags = GATE | HALF_ROTATED, .period = 4},
     {"kimi-linear*", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .no_rope = 1},
     {"bailingmoe3*", .c = {.rope = ROPE_PAIRS}, .flags = GATE},
     {"llama-embed neo-bert", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .flags = BOTH_WAYS},
@@ -1639,7 +1666,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"mellum", .period = 4,
      .c = {.weights_normed = true, .local_unscaled = true, .local_no_mag = true}},
     {"mimo2", .c = {.weights_normed = true, .gating = GATING_SIGMOID, .rope_base_local = 10000,
-     .local_unscaled = true}, .flags = LOCAL_SINKS, .period = 6},
+     .local_unscaled = true, .nextn_raw = true}, .flags = LOCAL_SINKS, .period = 6},
     {"minimax-m2", .c = {.weights_normed = true, .gating = GATING_SIGMOID}},
     {"phimoe* qwen3moe* qwen3next* lfm2moe*", .c = {.weights_normed = true}},
     {"qwen3vlmoe", .c = {.weights_normed = true, .sections_mixed = true}},
@@ -1672,7 +1699,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"dbrx", .c = {.norm = NORM_LAYER, .weights_normed = true}},
     {"nemotron jais2", .c = {.norm = NORM_LAYER, .act = ACT_RELU2}},
     {"nemotron_h nemotron_h_moe*", .c = {.rope = ROPE_NONE, .act = ACT_RELU2,
-     .gating = GATING_SIGMOID}},
+     .gating = GATING_SIGMOID, .nextn_layer_norm = true}},
     {"lfm2", .period = NO_LAYER},
     {"gpt2 starcoder mpt*", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope = ROPE_NONE}},
     {"jais*", .c = {.norm = NORM_LAYER, .rope = ROPE_NONE}, .flags = SCALE_BY_HEAD},
@@ -1713,7 +1740,7 @@ static const Alias *find_alias(const Gguf *g) {   // of the file's architecture;
 
 // Numbers of a file that only loading needs.
 typedef struct {
-    int n_layer_mtp;           // layers after the others that predict further tokens: not run
+    int n_layer_mtp;           // blocks behind the layers that predict further tokens
     int n_borrow;              // this many last layers read the caches of earlier ones
     int pattern;               // which layers have a window: a period, or this layer's yes or no
     int n_rotated;             // this many first layers have RoPE although they see all
@@ -1743,7 +1770,7 @@ typedef struct {
 #define ANY -FLT_MAX, FLT_MAX
 #define ROUTED "afmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "\
                "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 step35"   // see expert_ keys
-enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096 };   // of arrays
+enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096, MOST_NEXTN = 3 };
 
 static const Key KEYS[] = {
     {"block_count", INT, CONFIG(n_layer), 1, 1 << 14, "all"},
@@ -1946,7 +1973,7 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
     uint64_t i = array && ld->l > 0 ? ld->l : 0, n_layer = 0;
     if (blocks && blocks->n) n_layer = meta_int(blocks, 0);
     bool longer = v->n > n_layer && !find_str(word, PATTERNS);
-    if (array && by_layer && (v->n < n_layer || longer))
+    if (array && by_layer && (v->n + ld->hints.n_layer_mtp < n_layer || longer))
         refuse(ld, "key %.*s has %llu values for %llu layers", STR_ARG(v->key),
                (unsigned long long)v->n, (unsigned long long)n_layer);
     bool number = v->elem != GGUF_STR && (!array || by_layer);
@@ -2096,6 +2123,7 @@ static void load_gate(Loader *ld, Layer *w, int n_head, int vd);
 static void load_experts(Loader *ld, Layer *w), load_inputs(Loader *ld, Layer *w);
 static bool load_recurrent(Loader *ld, Layer *w), load_source(Loader *ld, Layer *w);
 static void load_latent(Loader *ld, Layer *w), derive_latent(Config *c, uint64_t flags);
+static void load_nextn(Loader *ld);
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
@@ -2331,8 +2359,8 @@ static const char *const IDLE_TENSORS[] = {"v.", "mm.", "a.", "s.", "cls.", "mtp
                                            "model.vision_tower.", "model.audio_tower."};
 
 // Is this a tensor of layer l (-1: none) that does not run? Besides IDLE_TENSORS those are tensors
-// that hold nothing, a layer's tensors for images, indexers (no text gets longer than n_exact),
-// NVFP4's scales of activations, and layers that predict further tokens. name: without the blk.N
+// that hold nothing, a layer's tensors for images, indexers (no text gets longer than n_exact), and
+// NVFP4's scales of activations. name: without the blk.N
 static bool tensor_idle(Loader *ld, const Tensor *t, int l, const char *name) {
     const Config *c = &ld->m->config;
     Str rest = t->name;
@@ -2342,9 +2370,7 @@ static bool tensor_idle(Loader *ld, const Tensor *t, int l, const char *name) {
     if (l >= 0 && strstr(name, ".vis_")) return true;
     if (c->n_exact && strstr(name, ".indexer.")) return true;
     const char *scale = strstr(name, ".input_scale");
-    if (scale && !strcmp(scale, ".input_scale")) return true;
-    return l >= c->n_layer && l < c->n_layer + ld->hints.n_layer_mtp &&
-           layer_tensor(ld, l, "nextn.eh_proj", ".weight");
+    return scale && !strcmp(scale, ".input_scale");
 }
 
 // Refuses a file with a tensor that nothing used and that is not idle, and a file that lacks one.
@@ -2356,9 +2382,11 @@ static void check_tensors(Loader *ld) {
         int l = str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
         char name[100];
         snprintf(name, sizeof name, "%.*s", (int)rest.n, rest.s);
-        ld->m->config.nextn |= strstr(name, "nextn.") || !strncmp(name, "mtp.", 4);
-        if (t->used && l >= 0) check_neighbours(ld, l, strchr(name, '.') + 1);
-        else if (!t->used && !tensor_idle(ld, t, l, name))
+        if (t->used && l >= 0 && l < c->n_layer) check_neighbours(ld, l, strchr(name, '.') + 1);
+        bool nextn = l >= c->n_layer && l < c->n_layer + ld->hints.n_layer_mtp &&
+                     layer_tensor(ld, l, "nextn.eh_proj", ".weight");
+        if (!strncmp(name, "mtp.", 4)) fail(&ld->m->nextn_idle, "tensor %s: unknown", name);
+        if (!t->used && !nextn && !tensor_idle(ld, t, l, name))
             refuse(ld, "tensor %.*s: no part of a %s model of %d layers, as the engine knows it",
                    STR_ARG(t->name), c->name, c->n_layer);
     }
@@ -2561,12 +2589,13 @@ static bool weights_load(Model *m, Error *e) {
     m->dense[0] = load_matrix(&ld, "dense_2", c->dim, 0, 1);
     m->dense[1] = load_matrix(&ld, "dense_3", m->dense[0].rows, 0, 1);
     if (c->per_layer) load_inputs(&ld, NULL);
-    m->layers = calloc((size_t)c->n_layer * c->n_loops, sizeof *m->layers);
+    m->layers = calloc((size_t)c->n_layer * c->n_loops + MOST_NEXTN, sizeof *m->layers);
     if (!m->layers) refuse(&ld, "out of memory");
     for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) {
         snprintf(ld.prefix, sizeof ld.prefix, "blk.%d.", ld.l);
         load_layer(&ld, &m->layers[ld.l]);
     }
+    if (ld.ok) load_nextn(&ld);
     if (ld.ok) check_tensors(&ld);
     if (ld.ok) repeat_layers(m, ld.hints.loops_bare);
     const Meta *never = gguf_find(m->gguf, "tokenizer.ggml.suppress_tokens");
@@ -2623,6 +2652,7 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 //   20  their layers        how a layer with such a mixer is loaded, and runs
 //   21  latent attention    keys and values are made of one short vector
 //   22  Gemma 4             borrowed caches, an input for each layer
+//   22b further tokens      a block behind the layers guesses them
 //   23  memory              the buffers and states of all blocks
 
 // ---- 14. positions ----
@@ -3672,7 +3702,7 @@ static bool load_source(Loader *ld, Layer *w) {   // sets w->source; does the la
     const Config *c = &ld->m->config;
     int n_borrow = ld->hints.n_borrow;
     int n_cached = larger(larger(c->n_layer, n_borrow) - n_borrow, 1);
-    if (ld->l < n_cached || w->mixer) return false;
+    if (ld->l < n_cached || ld->l >= c->n_layer || w->mixer) return false;
     const Layer *all = ld->m->layers, *from = &all[n_cached - 1];
     while (from > all && !from->window != !w->window) from--;
     if (from->n_kv != w->n_kv || from->hd != w->hd || from->vd != w->vd || !from->k.rows)
@@ -3730,6 +3760,128 @@ static void add_layer_input(Session *s) {
     each_row(s, layer_input_row, &s->m->config, s->n);
     product(s, &w->input_proj, s->gate, s->out);
     each_row(s, add_more_row, &w->input_norm, s->n);
+}
+
+// ---- 22b. further tokens (arXiv 2412.19437, 2.2) ----
+//
+// Some files have a block behind the layers that predicts not the next token but the one after it
+// ("nextn", multi-token prediction, MTP). The state h of a position is the row that `output`
+// multiplies. For the token at p, whose embedding is e, and the state before it:
+//
+//   x      = joint * [norm(e); norm(h)]     [dim], from [2 * dim]
+//   x      passes the block, a layer with a cache of its own, at p
+//   h'     = norm(x)                        [dim]
+//   logits = output * h'                    of the token at p + 1
+//
+// With h' as the next state, the block guesses on. (Step 3.5 has a block for each guess, and its
+// states are not normed.) The row of a guess is made again when the layers have run its token. A
+// row that is missing makes guesses worse, and no more, because the layers check each guess.
+
+enum { GUESSED_IDS = 1 << 16 };   // frequent ids come first, and output takes most of a guess's time
+
+static void load_nextn_block(Loader *ld, Layer *w) {
+    const Model *m = ld->m;
+    const Config *c = &m->config;
+    w->joint = load_matrix(ld, "!nextn.eh_proj", 2 * c->dim, c->dim, 1);
+    load_layer(ld, w);
+    if (ld->arch->no_rope != 1) w->rotated = w->n_rot > 0;   // in Cohere2 other layers are not
+    w->embd_norm = load_norm(ld, "!nextn.enorm", 1, c->dim);
+    w->state_norm = load_norm(ld, "!nextn.hnorm", 1, c->dim);
+    w->out_norm = load_norm(ld, "nextn.shared_head_norm", 1, c->dim);
+    if (!w->out_norm.w) w->out_norm = load_norm(ld, "layer_output_norm", 1, c->dim);   // MiMo 2
+    if (!w->out_norm.w) w->out_norm = m->out_norm;
+    w->embd = load_matrix(ld, "nextn.embed_tokens", c->dim, m->embd.rows, 1);
+    if (!w->embd.data) w->embd = m->embd;
+    w->output = load_matrix(ld, "nextn.shared_head_head", c->dim, c->n_vocab, 1);
+    if (!w->output.data) w->output = m->output;
+    w->output = matrix_rows(w->output, 0, smaller(c->n_vocab, GUESSED_IDS));
+    if (!w->n_kv || w->mixer || !w->up.data || c->n_loops > 1 || c->per_layer || !c->causal)
+        refuse(ld, "block %d: want attention and an FFN, as a causal model's layers have", ld->l);
+}
+
+// Loads the blocks. What is not known of one leaves it idle.
+static void load_nextn(Loader *ld) {
+    Model *m = ld->m;
+    Config *c = &m->config;
+    Error *e = ld->e;
+    ld->e = &m->nextn_idle;
+    for (int i = 0; i < smaller(ld->hints.n_layer_mtp, MOST_NEXTN) && ld->ok; i++) {
+        ld->l = c->n_layer + i;
+        if (!layer_tensor(ld, ld->l, "nextn.eh_proj", ".weight")) break;
+        load_nextn_block(ld, &m->layers[ld->l]);
+        for (const Tensor *t = m->gguf->tensors; t < m->gguf->tensors + m->gguf->n_tensors; t++) {
+            Str rest = t->name;
+            char name[100];
+            if (t->used || !str_cut(&rest, ld->prefix)) continue;
+            snprintf(name, sizeof name, ".%.*s", STR_ARG(rest));
+            if (!tensor_idle(ld, t, ld->l, name)) refuse(ld, "tensor %s%s: unknown", ld->prefix, name + 1);
+        }
+        if (ld->ok) c->n_nextn++;
+    }
+    ld->e = e;
+    ld->ok = true;
+}
+
+// the state of a position
+static float *state_at(const Session *s, int pos) {
+    return s->states + (size_t)(pos % s->o.chunk) * s->m->config.dim;
+}
+
+static void keep_state_row(Session *s, const void *arg, size_t i) {
+    const Config *c = &s->m->config;
+    const float *x = s->x + i * c->dim;
+    (void)arg;
+    if (c->nextn_raw) memcpy(state_at(s, s->pos + i), x, c->dim * sizeof *x);
+    else norm(state_at(s, s->pos + i), x, c->dim, &s->m->out_norm, c->norm, c->eps);
+}
+
+static void pair_row(Session *s, const void *arg, size_t i) {   // [norm(e); norm(h)]
+    const Layer *w = arg;
+    const Config *c = &s->m->config;
+    float *pair = s->pairs + 2 * i * c->dim;
+    matrix_row(&w->embd, s->ids[i], pair);
+    norm(pair, pair, c->dim, &w->embd_norm, c->norm, c->eps);
+    norm(pair + c->dim, state_at(s, s->pos + i - 1), c->dim, &w->state_norm, c->norm, c->eps);
+}
+
+// n tokens at pos .. pos+n-1 pass a block, which leaves its x in s->x
+static void nextn_forward(Session *s, int block, const int32_t *ids, int n, int pos) {
+    const Layer *w = &s->m->layers[s->m->config.n_layer + block];
+    begin_chunk(s, ids, n, pos);
+    s->l = w - s->m->layers;
+    each_row(s, pair_row, w, n);
+    product(s, &w->joint, s->pairs, s->x);
+    forward_layer(s);
+}
+
+// The tokens below `end` that have not passed the blocks do so: of a prompt chunk by chunk, later
+// when a guess is wanted, or as many as s->states has room for. The first block is the last to run.
+static void nextn_follow(Session *s, const int32_t *ids, int end) {
+    const Config *c = &s->m->config;
+    int pos = s->nextn_pos;
+    if (s->n_cache == c->n_layer || pos >= end) return;
+    for (int b = c->n_nextn; b-- > 0;) nextn_forward(s, b, ids + pos, end - pos, pos);
+    s->nextn_pos = end;
+}
+
+// Returns the best id of the last row that has passed a block, and makes its state. *chance is
+// multiplied by the id's probability.
+static int32_t nextn_best(Session *s, double *chance) {
+    const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
+    const float *x = s->x + (size_t)(s->n - 1) * c->dim;
+    float *h = state_at(s, s->pos + s->n - 1), *logits = s->logits;
+    int kind = c->nextn_layer_norm ? NORM_LAYER : c->norm, best = 0;
+    double sum = 0;
+    norm(h, x, c->dim, &w->out_norm, kind, c->eps);
+    matmul(s->pool, &s->op_scratch, &(Matmul){&w->output, h, logits, 1}, 1);
+    if (c->nextn_raw) memcpy(h, x, c->dim * sizeof *x);
+    for (int i = 1; i < w->output.rows; i++)
+        if (logits[i] > logits[best]) best = i;
+    for (int i = 0; i < w->output.rows; i++)
+        sum += exp_fast((logits[i] - logits[best]) * c->logit_scale);
+    *chance /= sum;   // exp(0) / sum
+    return best;
 }
 
 // ---- 23. memory ----
@@ -3798,6 +3950,8 @@ static uint64_t count_op_scratch(Session *s) {
     for (int k = 0; k < 2; k++) {
         int rows = counts[k] < LOGIT_ROWS ? counts[k] : LOGIT_ROWS;
         forward(s, NULL, counts[k], 0);
+        for (int b = 0; b < s->n_cache - s->m->config.n_layer; b++)
+            nextn_forward(s, b, NULL, counts[k], 0);
         matmul(s->pool, &s->op_scratch, &(Matmul){&s->m->output, s->normed, NULL, rows}, 1);
     }
     return s->op_scratch.peak;
@@ -3810,7 +3964,8 @@ static void plan_scratch(Session *s, Arena *a) {
     int n_rot[] = {[FULL] = c->n_rot, [WINDOWED] = c->n_rot_local};
     uint64_t n = s->o.chunk, f = sizeof(float), op_scratch = count_op_scratch(s);
     Widths most = {0};
-    for (int l = 0; l < c->n_layer; l++) widen(&most, c, &s->m->layers[l]);
+    uint64_t guessing = s->n_cache > c->n_layer ? n * c->dim : 0;
+    for (int l = 0; l < s->n_cache; l++) widen(&most, c, &s->m->layers[l]);
     s->op_scratch.base = arena_take(a, 1, op_scratch);
     s->op_scratch.size = op_scratch;
     s->x = arena_take(a, n * c->dim, f);
@@ -3822,9 +3977,12 @@ static void plan_scratch(Session *s, Arena *a) {
     s->slopes = arena_take(a, c->n_head, f);
     s->n_index = s->o.draft > 0 ? larger(2 * (uint64_t)s->o.window, 4096) : 0;
     s->index = arena_take(a, s->n_index, sizeof *s->index);
+    s->states = arena_take(a, guessing, f);
     // SmallThinker routes before attention
     s->route = arena_take(a, n * larger(c->n_expert, 1), f);
-    uint64_t start = a->used;   // 1: attention or another mixer
+    uint64_t start = a->used;
+    s->pairs = arena_take(a, 2 * guessing, f);
+    a->used = start;            // 1: attention or another mixer
     s->q = arena_take(a, n * most.q, f);
     s->k = arena_take(a, n * most.k, f);
     s->v = arena_take(a, n * most.v, f);
@@ -8254,23 +8412,47 @@ static int guesses_fit(const Session *s, int n, int most) {
 
 // the guesses of a pass
 typedef struct {
-    bool written;              // ids stand behind the text
-    int run;                   // how many of them run
-    int stood;                 // how many are what was drawn
-    int most;                  // how many may run
+    int run, stood;            // how many run; how many of them are what was drawn
+    bool looked_up;            // they come from the text, not from a nextn block
+    int32_t hint;              // lookup's first guess, whether it runs or not; -1: there is none
+    bool hit;                  // the hint was drawn
+    int most;                  // guesses by lookup that may run
 } Guesses;
 
+// Writes at most `most` guesses of the nextn blocks behind the text [n], and returns how many. They
+// end where it gets unlikely that all stand. Several blocks make one guess each.
+static int draft_ids(Session *s, int n, int most) {
+    const double least = 0.4;
+    int n_block = s->n_cache - s->m->config.n_layer;
+    int32_t *text = s->history.id;
+    double chance = 1;   // that all stand
+    if (!n_block || most < 1) return 0;
+    if (n_block > 1) most = smaller(most, n_block);
+    nextn_follow(s, text, n);   // its last row makes the first guess
+    for (int k = 0; k < most; k++) {
+        int from = n_block > 1 ? n : n + k - 1;   // the first position that block has not seen
+        if (k) nextn_forward(s, n_block > 1 ? k : 0, text + from, n + k - from, from);
+        text[n + k] = nextn_best(s, &chance);
+        if (!(chance >= least)) return k;   // nor if it is NaN
+    }
+    return most;
+}
+
 // Writes the next guesses behind the text, n tokens of the history; `left` ids may still follow
-// (-1: any number). If all stood, about twice as many may run (1, 3, 7), else as many as stood. One
-// more guess is written than may run, because it tells when the text repeats itself where none may
-// run.
+// (-1: any number). By lookup, if all stood, about twice as many may run (1, 3, 7), else as many as
+// stood. Where none may run, the next hint tells when the text repeats itself. Where lookup has
+// nothing to run, nextn blocks guess.
 static void guess_next(Session *s, Guesses *g, int n, int left) {
-    if (g->written && g->stood < (int)larger(g->run, 1)) g->most = g->stood;
-    else if (g->written) g->most = smaller(2 * g->most + 1, s->o.draft);
-    int run = left < 0 ? g->most : smaller(g->most, left - 1);
-    run = guesses_fit(s, n, run);
-    g->written = tokens_room(&s->history, n + FEW) && guess_ids(s, n, run + 1);
-    g->run = g->written ? run : 0;
+    int stood = g->looked_up ? g->stood : g->hit, tried = g->looked_up ? g->run : 1;
+    if (g->hint >= 0 && stood < tried) g->most = stood;
+    else if (g->hint >= 0) g->most = smaller(2 * g->most + 1, s->o.draft);
+    int most = guesses_fit(s, n, left < 0 ? s->o.draft : smaller(s->o.draft, left - 1));
+    int run = smaller(g->most, most);
+    bool room = tokens_room(&s->history, n + FEW), found = room && guess_ids(s, n, run + 1);
+    g->hint = found ? s->history.id[n] : -1;
+    g->looked_up = found && run > 0;
+    if (!g->looked_up) run = room ? draft_ids(s, n, most) : 0;
+    g->run = run;
 }
 
 // session_generate with guesses
@@ -8278,7 +8460,7 @@ static bool generate_guessing(Session *s, const int32_t *ids, int n, int n_predi
                               OnToken on_token, Error *e) {
     int made = 0;
     bool ends = n_predict == 0;
-    Guesses g = {.most = 1};
+    Guesses g = {.most = 1, .hint = -1};
     Request r = {.ids = ids, .n = n, .from = n - 1};
     for (;;) {
         int seen = s->history.n - s->unseen;
@@ -8295,7 +8477,8 @@ static bool generate_guessing(Session *s, const int32_t *ids, int n, int n_predi
             int32_t id = session_sample(s, row);
             ends = token_is_eog(s->m->tokenizer, id) || !on_token.fn(on_token.ctx, id) ||
                    ++made == n_predict;
-            if (g.written && *next == id) g.stood++;
+            if (k == 0) g.hit = id == g.hint;
+            if (k < g.run && *next == id) g.stood++;
             *next = id;
         }
         // a state has seen the guesses that fell: it goes back to before all of them, and those
@@ -9159,8 +9342,9 @@ static void print_notes(const Cli *cli) {
     int n = cli->ids.n, window = s->o.window, n_ctx = cli->m.config.n_ctx;
     if (*cli->m.tokenizer->note) fprintf(stderr, "note: %s\n", cli->m.tokenizer->note);
     if (s->m) print_unread(&cli->m);
-    if (s->m && cli->m.config.nextn)
-        fputs("note: the file's nextn (MTP) blocks, which guess tokens, are not used\n", stderr);
+    if (*cli->m.nextn_idle.text)
+        fprintf(stderr, "note: a nextn (MTP) block, which guesses tokens, is not used: %s\n",
+                cli->m.nextn_idle.text);
     if (cli->gpu && !*GPU_NAME)
         fprintf(stderr, "note: --gpu %s: this program was built without a GPU\n", cli->gpu);
     if (s->m && cli->o.window > window)
@@ -9421,6 +9605,18 @@ static void print_file(const Cli *cli) {
 }
 
 // what Config says, the kinds of layers, the memory plan, the speed that memory allows
+static void print_nextn(const Model *m) {
+    const Config *c = &m->config;
+    double bytes = 0;
+    for (size_t i = 0; i < m->gguf->n_tensors; i++) {
+        Str rest = m->gguf->tensors[i].name;
+        if (str_cut(&rest, "blk.") && atoi(rest.s) >= c->n_layer) bytes += tensor_bytes(&m->gguf->tensors[i]);
+    }
+    printf("; %d nextn (MTP) block%s of %.1f MB guess%s further tokens, ids below %d", c->n_nextn,
+           c->n_nextn > 1 ? "s, one a guess," : "", bytes / 1048576, c->n_nextn > 1 ? "" : "es",
+           (int)m->layers[c->n_layer].output.rows);
+}
+
 static bool print_info(Cli *cli) {
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
     static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU",
@@ -9454,7 +9650,7 @@ static bool print_info(Cli *cli) {
     if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
     if (c->n_loops > 1)
         printf("; the file has %d, which run %d times", c->n_layer / c->n_loops, c->n_loops);
-    if (c->nextn) printf("; the file's nextn (MTP) blocks are not used");
+    if (c->n_nextn) print_nextn(m);
     putchar('\n');
     double weights = 0, moved = token_bytes(s, 0), rate = 0;
     for (size_t i = 0; i < m->gguf->n_tensors; i++) weights += tensor_bytes(&m->gguf->tensors[i]);
@@ -9494,6 +9690,7 @@ static void sampling_defaults(Cli *cli) {
 static bool start_session(Cli *cli) {
     const Model *m = &cli->m;
     if (!m->config.causal) cli->o.window = cli->o.chunk = cli->ids.n;   // all of the text at once
+    if (cli->embed || cli->logits || cli->ppl || cli->bench.id || !cli->n_predict) cli->o.draft = 0;
     if (!session_open(&cli->s, m, cli->o, &cli->e)) return false;
     cli->s.on_chunk = on_chunk;
     cli->s.ctx = cli;
