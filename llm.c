@@ -365,6 +365,7 @@ typedef struct Session {
     float *states;             // [chunk][dim] of the last positions, each in row pos % chunk
     float *pairs;              // [n][2 * dim] embeddings and states
     int nextn_pos;             // positions below it have passed the nextn blocks, or are given up
+    int loss, rest, pause;     // of their guesses, see nextn_pays
 
     // -- other families -- rows: choices of experts that run at once, n or, if that is more, n_used
     float *slopes;             // [n_head] of ALiBi
@@ -8413,7 +8414,7 @@ static int guesses_fit(const Session *s, int n, int most) {
 // the guesses of a pass
 typedef struct {
     int run, stood;            // how many run; how many of them are what was drawn
-    bool looked_up;            // they come from the text, not from a nextn block
+    bool looked_up, drafted;   // they come from the text, or from a nextn block (or none came)
     int32_t hint;              // lookup's first guess, whether it runs or not; -1: there is none
     bool hit;                  // the hint was drawn
     int most;                  // guesses by lookup that may run
@@ -8438,6 +8439,20 @@ static int draft_ids(Session *s, int n, int most) {
     return most;
 }
 
+// May nextn blocks guess? `loss` is what their guesses cost lately, less what they saved, in parts of
+// which a token has 16: a try costs one, and so does each guess that runs. From 8 on blocks rest,
+// for 4, 12, 28, ... passes as long as no guess stands, and have two tries in between.
+static bool nextn_pays(Session *s, const Guesses *g) {
+    if (g->drafted) s->loss += 1 + g->run - 16 * g->stood;
+    if (g->drafted && g->stood) s->pause = 0;
+    if (s->loss < -16) s->loss = -16;
+    if (s->loss >= 8) {
+        s->rest = s->pause = smaller(2 * s->pause + 4, 512);
+        s->loss = 6;
+    }
+    return s->rest == 0 || s->rest-- == 0;
+}
+
 // Writes the next guesses behind the text, n tokens of the history; `left` ids may still follow
 // (-1: any number). By lookup, if all stood, about twice as many may run (1, 3, 7), else as many as
 // stood. Where none may run, the next hint tells when the text repeats itself. Where lookup has
@@ -8451,7 +8466,8 @@ static void guess_next(Session *s, Guesses *g, int n, int left) {
     bool room = tokens_room(&s->history, n + FEW), found = room && guess_ids(s, n, run + 1);
     g->hint = found ? s->history.id[n] : -1;
     g->looked_up = found && run > 0;
-    if (!g->looked_up) run = room ? draft_ids(s, n, most) : 0;
+    g->drafted = nextn_pays(s, g) && room && !g->looked_up && most > 0;
+    if (!g->looked_up) run = g->drafted ? draft_ids(s, n, most) : 0;
     g->run = run;
 }
 
