@@ -123,7 +123,8 @@ typedef struct {
     int norm, act;             // NORM_RMS, ...; ACT_SILU, ...
     bool limit_first;          // the gate is clamped before its activation, not after (Maple)
     int n_loops;               // how often the file's layers run; n_layer counts all (Nanbeige)
-    bool nextn;                // the file has blocks that guess further tokens, too: not run
+    int n_nextn;               // blocks behind the layers that guess further tokens, see Part III
+    bool nextn_raw, nextn_layer_norm;   // what these read is not normed (Step 3.5); their last norm
     bool causal;               // a token does not see later ones; false in encoders
     bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
     int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
@@ -247,12 +248,14 @@ typedef struct {
     // its own input
     Matrix input_gate, input_proj;   // [per_layer][dim], [dim][per_layer]
     Norm input_norm;           // [dim]
+    Norm embd_norm, state_norm, out_norm;   // of a block that guesses further tokens: [dim]
+    Matrix joint, embd, output;   // [dim][2 * dim] makes its input; its own, or the model's
 } Layer;
 
 typedef struct {
     Config config;
     Matrix embd;               // [ids][dim], of n_vocab ids at least
-    Layer *layers;             // [n_layer]
+    Layer *layers;             // [n_layer], and n_nextn blocks
     Norm out_norm;             // [dim]
     Matrix output;             // [n_vocab][dim]; it may be embd
     const float *freqs;        // [n_rot/2] what divides RoPE's frequencies (Llama 3.1), or NULL
@@ -271,6 +274,7 @@ typedef struct {
     Matrix layer_embd, layer_proj;   // [ids][n_layer * per_layer], [n_layer * per_layer][dim]
     Norm layer_norm;           // [per_layer]
     Tokens suppressed;         // ids that are never sampled
+    Error nextn_idle;          // why the file's nextn blocks do not run, or ""
 } Model;
 
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
@@ -322,7 +326,8 @@ typedef struct Session {
     Options o;
     Pool *pool;
     Map kv, scratch;           // memory of the caches; of all other buffers
-    Cache *cache;              // [n_layer]
+    Cache *cache;              // [n_cache]
+    int n_cache;               // n_layer, and the nextn blocks if they guess
     Tokens history;            // the text evaluated so far, and room for one more token
     uint64_t rng;
     struct Gpu *gpu;           // see metal.c; NULL: the CPU does the work
@@ -351,6 +356,8 @@ typedef struct Session {
     // -- guesses, see guess_ids --
     int32_t *index;            // [n_index] positions; those up to n_indexed have been entered
     int n_index, n_indexed;
+    float *states, *pairs;     // [chunk][dim], [n][2 * dim] of nextn blocks
+    int nextn_pos, loss, rest, pause;   // see nextn_follow; nextn_pays
 
     // -- other families -- rows: choices of experts that run at once, n or, if that is more, n_used
     float *slopes;             // [n_head] of ALiBi
@@ -455,8 +462,9 @@ static bool has_gates(const Layer *w), adds_more(const Layer *w);
 static void project_more(Session *s), gate_attention(Session *s, float *x, int width);
 struct Ffn;
 static void activate_more(const Session *s, const struct Ffn *f, float *gate, float *up);
-static RowFn add_more_row;
+static RowFn add_more_row, keep_state_row;
 static bool check_more(const Session *s, int n, Error *e);   // can the model run n tokens?
+static void nextn_follow(Session *s, const int32_t *ids, int end);   // tokens below end pass them
 
 // A GPU (metal.c) runs the whole model on a Session's buffers. False: there is none, or it failed,
 // and the CPU does the work. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row
@@ -548,41 +556,51 @@ static void product(Session *s, const Matrix *w, const float *x, float *out) {
     matmul(s->pool, &s->op_scratch, &(Matmul){w, x, out, s->n}, 1);
 }
 
-static void forward(Session *s, const int32_t *ids, int n, int pos) {
-    const Config *c = &s->m->config;
+static void begin_chunk(Session *s, const int32_t *ids, int n, int pos) {
     assert(n > 0 && n <= s->o.chunk);
     s->ids = ids;
     s->n = n;
     s->pos = pos;
+    each_row(s, angles_row, &s->m->config, n);
+}
+
+// the chunk passes layer s->l
+static void forward_layer(Session *s) {
+    const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
+    int n = s->n;
+    // Gemma 2 norms results before they are added: add_more_row takes the norm, add_row none
+    RowFn *add = adds_more(w) ? add_more_row : add_row;
+    // SmallThinker chooses experts here
+    if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
+
+    // x += attention(norm(x)): tokens look at each other
+    if (w->n_kv || w->mixer) {   // Nemotron-H: a layer has attention or an FFN
+        each_row(s, norm_row, &w->attn_norm, n);
+        if (w->k_b.data || w->mixer) mix_tokens(s);   // DeepSeek; Qwen3-Next, LFM2
+        else attention_block(s);
+        // GPT-NeoX: side by side with attention, the FFN reads the stream as it was
+        if (w->side_by_side && w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
+        each_row(s, add, &w->attn_post_norm, n);
+    }
+
+    // x += ffn(norm(x)): each token by itself
+    if (w->up.data) {
+        if (!w->side_by_side) each_row(s, norm_row, &w->ffn_norm, n);
+        if (w->router.data) experts(s);   // Mixtral
+        else ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
+        each_row(s, add, &w->ffn_post_norm, n);
+        if (w->input_gate.data) add_layer_input(s);   // Gemma 4
+    }
+}
+
+static void forward(Session *s, const int32_t *ids, int n, int pos) {
+    const Config *c = &s->m->config;
+    begin_chunk(s, ids, n, pos);
     each_row(s, embed_row, s->m, n);
     if (c->per_layer) make_layer_inputs(s);   // Gemma 4
-    each_row(s, angles_row, c, n);
-    for (s->l = 0; s->l < c->n_layer; s->l++) {
-        const Layer *w = &s->m->layers[s->l];
-        // Gemma 2 norms results before they are added: add_more_row takes the norm, add_row none
-        RowFn *add = adds_more(w) ? add_more_row : add_row;
-        // SmallThinker chooses experts here
-        if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
-
-        // x += attention(norm(x))
-        if (w->n_kv || w->mixer) {   // Nemotron-H: a layer has attention or an FFN
-            each_row(s, norm_row, &w->attn_norm, n);
-            if (w->k_b.data || w->mixer) mix_tokens(s);   // DeepSeek; Qwen3-Next, LFM2
-            else attention_block(s);
-            // GPT-NeoX: side by side with attention, the FFN reads the stream as it was
-            if (w->side_by_side && w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
-            each_row(s, add, &w->attn_post_norm, n);
-        }
-
-        // x += ffn(norm(x))
-        if (w->up.data) {
-            if (!w->side_by_side) each_row(s, norm_row, &w->ffn_norm, n);
-            if (w->router.data) experts(s);   // Mixtral
-            else ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
-            each_row(s, add, &w->ffn_post_norm, n);
-            if (w->input_gate.data) add_layer_input(s);   // Gemma 4
-        }
-    }
+    for (s->l = 0; s->l < c->n_layer; s->l++) forward_layer(s);
+    if (s->n_cache > c->n_layer) each_row(s, keep_state_row, c, n);   // for guesses
 }
 
 static void embed_row(Session *s, const void *arg, size_t i) {   // x = the token's embedding
@@ -795,9 +813,8 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 // past any limit but those in check_more.
 
 static void plan_caches(Session *s, Arena *a) {   // a plan: places every cache
-    const Config *c = &s->m->config;
     plan_states(s, a);
-    for (int l = 0; l < c->n_layer; l++) {
+    for (int l = 0; l < s->n_cache; l++) {
         const Layer *w = &s->m->layers[l];
         Cache *cache = &s->cache[l];
         if (!w->n_kv) continue;
@@ -823,12 +840,14 @@ static void plan_caches(Session *s, Arena *a) {   // a plan: places every cache
 static void session_truncate(Session *s, int p) {
     bool all = p == 0;
     assert(!s->n_recurrent || all || p == s->saved_pos);
-    for (int l = 0; l < s->m->config.n_layer; l++)
+    nextn_follow(s, s->history.id, p);
+    for (int l = 0; l < s->n_cache; l++)
         for (int i = 0; i < s->cache[l].rows; i++)
             if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
     s->history.n = p;
     s->seen = p;
     s->n_indexed = smaller(s->n_indexed, p);
+    s->nextn_pos = p + 1;   // the state before p is lost
     if (all && s->n_recurrent) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
     if (all) s->saved_pos = -1;
     gpu_store(s, all);
@@ -857,7 +876,7 @@ static float rope_frequencies(const Model *m, int kind, int window, double *freq
 
 bool session_open(Session *s, const Model *m, Options o, Error *e) {
     const Config *c = &m->config;
-    *s = (Session){.m = m, .o = o, .rng = o.sampling.seed};
+    *s = (Session){.m = m, .o = o, .rng = o.sampling.seed, .n_cache = c->n_layer};
     if (!s->o.window) s->o.window = smaller(c->n_ctx, 4096);
     if (c->n_exact) s->o.window = smaller(s->o.window, c->n_exact);   // DeepSeek 3.2
     if (!s->o.threads) s->o.threads = count_cpus();
@@ -865,11 +884,13 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     if (rows > INT32_MAX / 2 || o.window < 0 || o.chunk < 0 || o.keep < 0)
         return fail(e, "a window of %d, a chunk of %d and %d pinned tokens are out of range",
                     s->o.window, o.chunk, o.keep);
-    s->cache = calloc(c->n_layer, sizeof *s->cache);
+    if (o.draft > 0 && o.chunk != 1) s->n_cache += c->n_nextn;
+    s->cache = calloc(s->n_cache, sizeof *s->cache);
     if (!s->cache) return fail(e, "out of memory");
     s->pool = pool_open(s->o.threads);
     if (!s->pool) return fail(e, "cannot start %d threads", s->o.threads);
     int chunk = o.cpu ? 0 : gpu_chunk(s);
+    if (s->gpu) s->n_cache = c->n_layer;
     if (!s->o.chunk) s->o.chunk = chunk ? chunk : 512;
     if (!place_plan(s, plan_caches, &s->kv, "KV cache; try a smaller -c", e) ||
         !place_plan(s, plan_scratch, &s->scratch, "scratch; try a smaller -b", e))
@@ -919,6 +940,7 @@ static bool session_run(Session *s, Request r, Error *e) {
             s->saved_pos = p;
         }
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
+        if (p + n - s->nextn_pos >= s->o.chunk) nextn_follow(s, r.ids, p + 1);
         int first = r.from > p ? smaller(r.from - p, n) : 0;   // the chunk's first row for r.fn
         bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);   // from n on: none
         if (!gpu) forward(s, r.ids + p, n, p);
@@ -1575,8 +1597,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
      .gating = SIGMOID}, .flags = GATE | FULL_FIRST, .period = 4},
     {"afmoe", .c = {.gating = SIGMOID}, .flags = GATE | EMBD_SQRT, .period = 4, .no_rope = 4},
     {"spark2_5", .c = {.act = ACT_GELU}, .flags = GATE, .period = 4},
-    {"step35*", .c = {.gating = SIGMOID, .rope_base[WINDOWED] = 10000,
-     .local_unscaled = true}, .flags = GATE | HALF_ROTATED, .period = 4},
+    {"step35*", .c = {.gating = SIGMOID, .rope_base[WINDOWED] = 10000, .local_unscaled = true,
+     .nextn_raw = true}, .flags = GATE | HALF_ROTATED, .period = 4},
     {"kimi-linear*", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .no_rope = 1},
     {"bailingmoe3*", .c = {.rope = ROPE_PAIRS}, .flags = GATE},
     {"llama-embed neo-bert", .c = {.rope = ROPE_PAIRS, .weights_normed = true}, .flags = BOTH_WAYS},
@@ -1618,7 +1640,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"mellum", .period = 4,
      .c = {.weights_normed = true, .local_unscaled = true, .local_no_mag = true}},
     {"mimo2", .c = {.weights_normed = true, .gating = SIGMOID, .rope_base[WINDOWED] = 10000,
-     .local_unscaled = true}, .flags = LOCAL_SINKS, .period = 6},
+     .local_unscaled = true, .nextn_raw = true}, .flags = LOCAL_SINKS, .period = 6},
     {"minimax-m2", .c = {.weights_normed = true, .gating = SIGMOID}},
     {"phimoe* qwen3moe* qwen3next* lfm2moe*", .c = {.weights_normed = true}},
     {"qwen3vlmoe", .c = {.weights_normed = true, .sections_mixed = true}},
@@ -1649,7 +1671,8 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
      .flags = MAY_BE_PARALLEL},
     {"dbrx", .c = {.norm = NORM_LAYER, .weights_normed = true}},
     {"nemotron jais2", .c = {.norm = NORM_LAYER, .act = ACT_RELU2}},
-    {"nemotron_h nemotron_h_moe*", .c = {.rope = ROPE_NONE, .act = ACT_RELU2, .gating = SIGMOID}},
+    {"nemotron_h nemotron_h_moe*", .c = {.rope = ROPE_NONE, .act = ACT_RELU2, .gating = SIGMOID,
+     .nextn_layer_norm = true}},
     {"lfm2", .period = NO_LAYER},
     {"gpt2 starcoder mpt*", .c = {.norm = NORM_LAYER, .act = ACT_GELU, .rope = ROPE_NONE}},
     {"jais*", .c = {.norm = NORM_LAYER, .rope = ROPE_NONE}, .flags = SCALE_BY_HEAD},
@@ -1690,7 +1713,7 @@ static const Alias *find_alias(const Gguf *g) {   // of the file's architecture;
 
 // Numbers of a file that only loading needs.
 typedef struct {
-    int n_layer_mtp;           // layers after the others that predict further tokens: not run
+    int n_layer_mtp;           // blocks behind the layers that predict further tokens
     int n_borrow;              // this many last layers read the caches of earlier ones
     int pattern;               // which layers have a window: a period, or this layer's yes or no
     int n_rotated;             // this many first layers have RoPE although they see all
@@ -1721,7 +1744,8 @@ typedef struct {
 #define GRANITES "granite granitehybrid granitemoe granite_swa "
 #define MOE "afmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "\
             "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 step35"   // see expert_ keys
-enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096 };   // of arrays
+enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096,   // of arrays
+       MOST_NEXTN = FEW - 1 };
 
 static const Key KEYS[] = {
     {"block_count", INT, CONFIG(n_layer), 1, 1 << 14, "all"},
@@ -1918,7 +1942,7 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
     uint64_t i = array && ld->l > 0 ? ld->l : 0, n_layer = 0;
     if (blocks && blocks->n) n_layer = meta_int(blocks, 0);
     bool longer = v->n > n_layer && !find_str(word, PATTERNS);
-    if (array && by_layer && (v->n < n_layer || longer))
+    if (array && by_layer && (v->n + ld->hints.n_layer_mtp < n_layer || longer))
         refuse(ld, "key %.*s has %llu values for %llu layers", STR_ARG(v->key),
                (unsigned long long)v->n, (unsigned long long)n_layer);
     bool number = v->elem != GGUF_STR && (!array || by_layer);
@@ -2068,6 +2092,7 @@ static void load_gate(Loader *ld, Layer *w, int n_head, int vd);
 static void load_experts(Loader *ld, Layer *w), load_inputs(Loader *ld, Layer *w);
 static bool load_recurrent(Loader *ld, Layer *w), load_source(Loader *ld, Layer *w);
 static void load_latent(Loader *ld, Layer *w), derive_latent(Config *c, uint64_t flags);
+static void load_nextn(const Loader *all);
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
@@ -2309,10 +2334,12 @@ static bool tensor_idle(Loader *ld, const Tensor *t, int l, const char *name) {
     if (l >= 0 && strstr(name, ".vis_")) return true;            // for images
     if (c->n_exact && strstr(name, ".indexer.")) return true;    // for texts longer than n_exact
     const char *scale = strstr(name, ".input_scale");            // NVFP4's, of activations
-    if (scale && !strcmp(scale, ".input_scale")) return true;
-    // a layer that predicts further tokens
-    return l >= c->n_layer && l < c->n_layer + ld->hints.n_layer_mtp &&
-           layer_tensor(ld, l, "nextn.eh_proj", ".weight");
+    return scale && !strcmp(scale, ".input_scale");
+}
+
+static int tensor_layer(const Tensor *t) {   // -1: it is of no layer
+    Str rest = t->name;
+    return str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
 }
 
 // Refuses a file with a tensor that nothing used and that is not idle, and a file that lacks one.
@@ -2324,11 +2351,17 @@ static void check_tensors(Loader *ld) {
         int l = str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
         char name[100];
         snprintf(name, sizeof name, "%.*s", (int)rest.n, rest.s);
-        ld->m->config.nextn |= strstr(name, "nextn.") || !strncmp(name, "mtp.", 4);
-        if (t->used && l >= 0) check_neighbours(ld, l, strchr(name, '.') + 1);
-        else if (!t->used && !tensor_idle(ld, t, l, name))
+        if (t->used && l >= 0 && l < c->n_layer) check_neighbours(ld, l, strchr(name, '.') + 1);
+        if (!strncmp(name, "mtp.", 4)) fail(&ld->m->nextn_idle, "tensor %s: unknown", name);
+        if (t->used || tensor_idle(ld, t, l, name)) continue;
+        if (l < c->n_layer || l >= c->n_layer + ld->hints.n_layer_mtp ||
+            !layer_tensor(ld, l, "nextn.eh_proj", ".weight"))
             refuse(ld, "tensor %.*s: no part of a %s model of %d layers, as the engine knows it",
                    STR_ARG(t->name), c->name, c->n_layer);
+        else if (l < c->n_layer + c->n_nextn) {
+            fail(&ld->m->nextn_idle, "tensor %.*s: unknown", STR_ARG(t->name));
+            ld->m->config.n_nextn = l - c->n_layer;
+        }
     }
     bool experts = false;
     for (int l = 0; l < c->n_layer; l++) experts |= ld->m->layers[l].router.data != NULL;
@@ -2529,9 +2562,10 @@ static bool weights_load(Model *m, Error *e) {
     m->dense[0] = load_matrix(&ld, "dense_2", c->dim, 0, 1);
     m->dense[1] = load_matrix(&ld, "dense_3", m->dense[0].rows, 0, 1);
     if (c->per_layer) load_inputs(&ld, NULL);
-    m->layers = calloc((size_t)c->n_layer * c->n_loops, sizeof *m->layers);
+    m->layers = calloc((size_t)c->n_layer * c->n_loops + MOST_NEXTN, sizeof *m->layers);
     if (!m->layers) refuse(&ld, "out of memory");
     for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) load_layer(&ld, &m->layers[ld.l]);
+    if (ld.ok) load_nextn(&ld);
     if (ld.ok) check_tensors(&ld);
     if (ld.ok) repeat_layers(m, ld.hints.loops_bare);
     const Meta *never = gguf_find(m->gguf, "tokenizer.ggml.suppress_tokens");
@@ -2582,6 +2616,7 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 //                          convolution, the delta rule, the state space, and layers that have one
 //   21 latent attention    keys and values are made of one short vector
 //   22 Gemma 4             borrowed caches, an input for each layer
+//   22b further tokens     a block behind the layers guesses them
 //   23 memory              the buffers and states of all blocks
 
 // ---- 14. positions ----
@@ -3648,7 +3683,7 @@ static bool load_source(Loader *ld, Layer *w) {   // sets w->source; does the la
     const Config *c = &ld->m->config;
     int n_borrow = ld->hints.n_borrow;
     int n_cached = larger(larger(c->n_layer, n_borrow) - n_borrow, 1);
-    if (ld->l < n_cached || w->mixer) return false;
+    if (ld->l < n_cached || ld->l >= c->n_layer || w->mixer) return false;
     const Layer *all = ld->m->layers, *from = &all[n_cached - 1];
     while (from > all && !from->window != !w->window) from--;
     if (from->n_kv != w->n_kv || from->hd != w->hd || from->vd != w->vd || !from->k.rows)
@@ -3706,6 +3741,112 @@ static void add_layer_input(Session *s) {
     each_row(s, layer_input_row, &s->m->config, s->n);
     product(s, &w->input_proj, s->gate, s->out);
     each_row(s, add_more_row, &w->input_norm, s->n);
+}
+
+// ---- 22b. further tokens (arXiv 2412.19437, 2.2) ----
+//
+// Some files have a block behind the layers that predicts the token after the next ("nextn", or
+// multi-token prediction, MTP). The state h of a token is the row that `output` multiplies. For a
+// token at p with the embedding e, and the state h of the token before it:
+//
+//   x      = joint * [norm(e); norm(h)]     [dim], of [2 * dim]
+//   x      passes the block, a layer with a cache of its own, at p
+//   h'     = norm(x)                        [dim]
+//   logits = output * h'                    of the token at p + 1
+//
+// With h' for h, the block guesses on. (Step 3.5 has a block for each guess, and h is the stream
+// itself.) The layers check each guess, so a row that is missing in the cache makes guesses worse,
+// and no more. The rows of guesses are made again when their states are known.
+
+enum { GUESSED_IDS = 1 << 16 };   // the most frequent ones: the output takes most of the time
+
+// Loads the blocks. What is not known of one leaves it idle.
+static void load_nextn(const Loader *all) {
+    Loader ld = *all;
+    Model *m = ld.m;
+    Config *c = &m->config;
+    int dim = c->dim, end = c->n_layer + smaller(ld.hints.n_layer_mtp, MOST_NEXTN);
+    ld.e = &m->nextn_idle;
+    for (ld.l = c->n_layer; ld.l < end && ld.ok; ld.l++) {
+        Layer *w = &m->layers[ld.l];
+        if (!layer_tensor(&ld, ld.l, "nextn.eh_proj", ".weight")) return;
+        load_layer(&ld, w);
+        if (ld.arch->no_rope != 1) w->rotated = w->n_rot > 0;   // whatever its place (Cohere 2)
+        w->joint = load_matrix(&ld, "nextn.eh_proj", 2 * dim, dim, 1);
+        w->embd_norm = load_norm(&ld, "!nextn.enorm", 1, dim);
+        w->state_norm = load_norm(&ld, "!nextn.hnorm", 1, dim);
+        w->out_norm = load_norm(&ld, "nextn.shared_head_norm", 1, dim);
+        if (!w->out_norm.w) w->out_norm = load_norm(&ld, "layer_output_norm", 1, dim);   // MiMo 2
+        if (!w->out_norm.w) w->out_norm = m->out_norm;
+        w->embd = load_matrix(&ld, "nextn.embed_tokens", dim, m->embd.rows, 1);
+        if (!w->embd.data) w->embd = m->embd;
+        w->output = load_matrix(&ld, "nextn.shared_head_head", dim, c->n_vocab, 1);
+        if (!w->output.data) w->output = m->output;
+        w->output = matrix_rows(w->output, 0, smaller(c->n_vocab, GUESSED_IDS));
+        if (!w->n_kv || w->mixer || !w->up.data || c->n_loops > 1 || c->per_layer || !c->causal)
+            refuse(&ld, "block %d: unlike a causal layer with attention and an FFN", ld.l);
+        if (ld.ok) c->n_nextn++;
+    }
+}
+
+// The state of a position. There is room for those of a chunk.
+static float *state_at(const Session *s, int pos) {
+    return s->states + (size_t)(pos % s->o.chunk) * s->m->config.dim;
+}
+
+static void keep_state_row(Session *s, const void *arg, size_t i) {
+    const Config *c = arg;
+    const float *x = s->x + i * c->dim;
+    if (c->nextn_raw) memcpy(state_at(s, s->pos + i), x, c->dim * sizeof *x);
+    else norm(state_at(s, s->pos + i), x, c->dim, &s->m->out_norm, c->norm, c->eps);
+}
+
+static void pair_row(Session *s, const void *arg, size_t i) {   // [norm(e); norm(h)]
+    const Layer *w = arg;
+    const Config *c = &s->m->config;
+    float *pair = s->pairs + 2 * i * c->dim;
+    matrix_row(&w->embd, s->ids[i], pair);
+    norm(pair, pair, c->dim, &w->embd_norm, c->norm, c->eps);
+    norm(pair + c->dim, state_at(s, s->pos + i - 1), c->dim, &w->state_norm, c->norm, c->eps);
+}
+
+// n tokens at pos .. pos+n-1 pass a block, which leaves x in s->x
+static void nextn_forward(Session *s, int block, const int32_t *ids, int n, int pos) {
+    s->l = s->m->config.n_layer + block;
+    const Layer *w = &s->m->layers[s->l];
+    begin_chunk(s, ids, n, pos);
+    each_row(s, pair_row, w, n);
+    product(s, &w->joint, s->pairs, s->x);
+    forward_layer(s);
+}
+
+// Tokens below `end` pass the blocks, unless they have: before their states would be overwritten,
+// and when a guess is wanted. From s->nextn_pos on they have not. The first block runs last.
+static void nextn_follow(Session *s, const int32_t *ids, int end) {
+    int pos = s->nextn_pos, block = s->n_cache - s->m->config.n_layer;
+    if (pos >= end) return;
+    while (block-- > 0) nextn_forward(s, block, ids + pos, end - pos, pos);
+    s->nextn_pos = end;
+}
+
+// Returns the best id of the last row that has passed a block, and makes its state. *chance is
+// multiplied by the id's probability.
+static int32_t nextn_best(Session *s, double *chance) {
+    const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
+    const float *x = s->x + (size_t)(s->n - 1) * c->dim;
+    float *h = state_at(s, s->pos + s->n - 1), *logits = s->logits;
+    int best = 0;
+    double sum = 0;
+    norm(h, x, c->dim, &w->out_norm, c->nextn_layer_norm ? NORM_LAYER : c->norm, c->eps);
+    matmul(s->pool, &s->op_scratch, &(Matmul){&w->output, h, logits, 1}, 1);
+    if (c->nextn_raw) memcpy(h, x, c->dim * sizeof *x);
+    for (int i = 1; i < w->output.rows; i++)
+        if (logits[i] > logits[best]) best = i;
+    for (int i = 0; i < w->output.rows; i++)
+        sum += exp_fast((logits[i] - logits[best]) * c->logit_scale);
+    *chance /= sum;   // exp(0) / sum
+    return best;
 }
 
 // ---- 23. memory ----
@@ -3775,6 +3916,8 @@ static uint64_t count_op_scratch(Session *s) {
     for (int k = 0; k < 2; k++) {
         int rows = counts[k] < LOGIT_ROWS ? counts[k] : LOGIT_ROWS;
         forward(s, NULL, counts[k], 0);
+        for (int b = 0; b < s->n_cache - s->m->config.n_layer; b++)
+            nextn_forward(s, b, NULL, counts[k], 0);
         matmul(s->pool, &s->op_scratch, &(Matmul){&s->m->output, s->normed, NULL, rows}, 1);
     }
     return s->op_scratch.peak;
@@ -3785,8 +3928,9 @@ static uint64_t count_op_scratch(Session *s) {
 static void plan_scratch(Session *s, Arena *a) {
     const Config *c = &s->m->config;
     uint64_t n = s->o.chunk, f = sizeof(float), op_scratch = count_op_scratch(s);
+    uint64_t guessing = s->n_cache > c->n_layer ? n * c->dim : 0;
     Widths most = {.ff = c->per_layer};
-    for (int l = 0; l < c->n_layer; l++) widen(&most, &s->m->layers[l]);
+    for (int l = 0; l < s->n_cache; l++) widen(&most, &s->m->layers[l]);
     s->op_scratch.base = arena_take(a, 1, op_scratch);
     s->op_scratch.size = op_scratch;
     s->x = arena_take(a, n * c->dim, f);
@@ -3798,8 +3942,11 @@ static void plan_scratch(Session *s, Arena *a) {
     s->slopes = arena_take(a, c->n_head, f);
     s->n_index = s->o.draft > 0 ? larger(2 * (uint64_t)s->o.window, 4096) : 0;
     s->index = arena_take(a, s->n_index, sizeof *s->index);
+    s->states = arena_take(a, guessing, f);
     s->route = arena_take(a, n * larger(c->n_expert, 1), f);   // SmallThinker: before attention
-    uint64_t start = a->used;   // 1: attention or another mixer
+    uint64_t start = a->used;
+    s->pairs = arena_take(a, 2 * guessing, f);
+    a->used = start;            // 1: attention or another mixer
     s->q = arena_take(a, n * most.q, f);
     s->k = arena_take(a, n * most.k, f);
     s->v = arena_take(a, n * most.v, f);
@@ -8183,23 +8330,61 @@ static int guesses_fit(const Session *s, int n, int most) {
 
 // the guesses of a pass
 typedef struct {
-    bool written;              // ids stand behind the text
-    int run;                   // how many of them run
-    int stood;                 // how many are what was drawn
-    int most;                  // how many may run
+    int run, stood;            // how many run; how many of them are what was drawn
+    bool looked_up, drafted;   // they come from the text, or from a nextn block, which may have none
+    int32_t hint;              // lookup's first guess, whether it runs or not; -1: none
+    bool hit;                  // the hint was drawn
+    int most;                  // guesses by lookup that may run
 } Guesses;
 
+// Writes at most `most` guesses of nextn blocks behind the text, and returns how many: it ends where
+// it gets unlikely that all stand. If there are several blocks, each makes one guess.
+static int draft_ids(Session *s, int n, int most) {
+    int n_block = s->n_cache - s->m->config.n_layer;
+    int32_t *text = s->history.id;
+    double chance = 1;   // that all stand
+    if (n_block > 1) most = smaller(most, n_block);
+    nextn_follow(s, text, n);   // the last row makes the first guess
+    for (int k = 0; k < most; k++) {
+        int from = n_block > 1 ? n : n + k - 1;   // this block has not seen the guesses from here on
+        if (k) nextn_forward(s, n_block > 1 ? k : 0, text + from, n + k - from, from);
+        text[n + k] = nextn_best(s, &chance);
+        if (!(chance >= 0.4)) return k;   // nor if it is NaN
+    }
+    return most;
+}
+
+// May nextn blocks guess? `loss` is what guesses cost lately, less what they saved, in parts of
+// which a token has 16: a try costs one, and so does each guess that runs. From 8 on blocks rest,
+// for 4, 12, 28, ... passes as long as no guess stands, and have two tries in between.
+static bool nextn_pays(Session *s, const Guesses *g) {
+    if (s->n_cache == s->m->config.n_layer) return false;
+    if (g->drafted) s->loss += 1 + g->run - 16 * g->stood;
+    if (g->drafted && g->stood) s->pause = 0;
+    if (s->loss < -32) s->loss = -32;
+    if (s->loss >= 8) {
+        s->rest = s->pause = smaller(2 * s->pause + 4, 512);
+        s->loss = 6;
+    }
+    return s->rest == 0 || s->rest-- == 0;
+}
+
 // Writes the next guesses behind the text, n tokens of the history; `left` ids may still follow
-// (-1: any number). If all stood, about twice as many may run (1, 3, 7), else as many as stood. One
-// more guess is written than may run, because it tells when the text repeats itself where none may
-// run.
+// (-1: any number). By lookup, if all stood, about twice as many may run (1, 3, 7), else as many as
+// stood. Where none may run, the next hint tells when the text repeats itself. Where lookup has
+// nothing to run, nextn blocks guess.
 static void guess_next(Session *s, Guesses *g, int n, int left) {
-    if (g->written && g->stood < (int)larger(g->run, 1)) g->most = g->stood;
-    else if (g->written) g->most = smaller(2 * g->most + 1, s->o.draft);
-    int run = left < 0 ? g->most : smaller(g->most, left - 1);
-    run = guesses_fit(s, n, run);
-    g->written = tokens_room(&s->history, n + FEW) && guess_ids(s, n, run + 1);
-    g->run = g->written ? run : 0;
+    int stood = g->looked_up ? g->stood : g->hit, tried = g->looked_up ? g->run : 1;
+    if (g->hint >= 0 && stood < tried) g->most = stood;
+    else if (g->hint >= 0) g->most = smaller(2 * g->most + 1, s->o.draft);
+    int most = guesses_fit(s, n, left < 0 ? s->o.draft : smaller(s->o.draft, left - 1));
+    int run = smaller(g->most, most);
+    bool room = tokens_room(&s->history, n + FEW), found = room && guess_ids(s, n, run + 1);
+    g->hint = found ? s->history.id[n] : -1;
+    g->looked_up = found && run > 0;
+    g->drafted = nextn_pays(s, g) && room && !g->looked_up && most > 0;
+    if (!g->looked_up) run = g->drafted ? draft_ids(s, n, most) : 0;
+    g->run = run;
 }
 
 // session_generate with guesses
@@ -8207,7 +8392,7 @@ static bool generate_guessing(Session *s, const int32_t *ids, int n, int n_predi
                               OnToken on_token, Error *e) {
     int made = 0;
     bool ends = n_predict == 0;
-    Guesses g = {.most = 1};
+    Guesses g = {.most = 1, .hint = -1};
     Request r = {.ids = ids, .n = n, .from = n - 1};
     for (;;) {
         bool ok = session_run(s, r, e);
@@ -8222,7 +8407,8 @@ static bool generate_guessing(Session *s, const int32_t *ids, int n, int n_predi
             int32_t id = session_sample(s, row);
             ends = token_is_eog(s->m->tokenizer, id) || !on_token.fn(on_token.ctx, id) ||
                    ++made == n_predict;
-            if (g.written && *next == id) g.stood++;
+            if (k == 0) g.hit = id == g.hint;
+            if (k < g.run && *next == id) g.stood++;
             *next = id;
         }
         if (!ok || ends) return ok;
@@ -8927,12 +9113,11 @@ static double token_bytes(const Session *s, int pos) {
     const Config *c = &m->config;
     double sum = 0;
     for (const Tensor *t = m->gguf->tensors; t < m->gguf->tensors + m->gguf->n_tensors; t++) {
-        Str rest = t->name;
-        if (!t->used || (str_cut(&rest, "blk.") && atoi(rest.s) >= c->n_layer)) continue;
+        if (!t->used || tensor_layer(t) >= c->n_layer) continue;
         bool row = t->data == m->pos_embd.data || t->data == m->embd.data ||
                    t->data == m->layer_embd.data;
         bool experts = memmem(t->name.s, t->name.n, "_exps.", 6);
-        double times = rest.n < t->name.n ? c->n_loops : 1;   // of a layer
+        double times = tensor_layer(t) < 0 ? 1 : c->n_loops;
         if (experts) times *= (double)c->n_used / c->n_expert;
         if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
         else sum += tensor_bytes(t) * times;
@@ -9098,8 +9283,9 @@ static void print_notes(const Cli *cli) {
     int n = cli->ids.n, window = s->o.window, n_ctx = cli->m.config.n_ctx;
     if (*cli->m.tokenizer->note) fprintf(stderr, "note: %s\n", cli->m.tokenizer->note);
     if (s->m) print_unread(&cli->m);
-    if (s->m && cli->m.config.nextn)
-        fputs("note: the file's nextn (MTP) blocks, which guess tokens, are not used\n", stderr);
+    if (*cli->m.nextn_idle.text)
+        fprintf(stderr, "note: a nextn (MTP) block, which guesses tokens, is not used: %s\n",
+                cli->m.nextn_idle.text);
     if (cli->gpu && s->m && !s->gpu)
         fprintf(stderr, "note: --gpu %s: the model ran on the CPU\n", cli->gpu);
     if (s->m && cli->o.keep >= window)
@@ -9396,10 +9582,17 @@ static bool print_info(Cli *cli) {
     if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
     if (c->n_loops > 1)
         printf("; the file has %d, which run %d times", c->n_layer / c->n_loops, c->n_loops);
-    if (c->nextn) printf("; the file's nextn (MTP) blocks are not used");
     putchar('\n');
-    double weights = 0, moved = token_bytes(s, 0), rate = 0;
-    for (size_t i = 0; i < m->gguf->n_tensors; i++) weights += tensor_bytes(&m->gguf->tensors[i]);
+    double weights = 0, nextn = 0, moved = token_bytes(s, 0), rate = 0;
+    for (size_t i = 0; i < m->gguf->n_tensors; i++) {
+        const Tensor *t = &m->gguf->tensors[i];
+        weights += tensor_bytes(t);
+        if (tensor_layer(t) >= c->n_layer) nextn += tensor_bytes(t);
+    }
+    if (c->n_nextn)
+        printf("guesses: %d nextn (MTP) block%s of %.1f MB, ids below %d\n", c->n_nextn,
+               c->n_nextn > 1 ? "s, one a guess," : "", nextn / 1048576,
+               (int)m->layers[c->n_layer].output.rows);
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
            weights / 1048576, s->kv.size / 1048576.0, s->o.window, s->scratch.size / 1048576.0);
     if (s->gpu) printf("on the GPU: %.1f MB, chunks of %d\n", gpu_bytes(s) / 1048576, s->o.chunk);
@@ -9436,6 +9629,7 @@ static void sampling_defaults(Cli *cli) {
 static bool start_session(Cli *cli) {
     const Model *m = &cli->m;
     if (!m->config.causal) cli->o.window = cli->o.chunk = cli->ids.n;   // all of the text at once
+    if (cli->embed || cli->logits || cli->ppl || cli->bench.id || !cli->n_predict) cli->o.draft = 0;
     if (!session_open(&cli->s, m, cli->o, &cli->e)) return false;
     cli->s.on_chunk = on_chunk;
     cli->s.ctx = cli;
