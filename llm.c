@@ -7102,7 +7102,7 @@ INLINE void tile_float(const float *w, size_t w_size, const float *x, int tokens
         }
 }
 
-// to [cols][PACKED_TOKENS]: rows that lie a power of two apart would compete for few lines of L1
+// Packs to [cols][PACKED_TOKENS]: rows a power of two apart would compete for few lines of L1.
 static void float_pack(UNUSED const Matrix *w, const float *x, int count, int token, void *acts) {
     for (int j = 0; j < count; j++) ((float *)acts)[j * PACKED_TOKENS + token] = x[j];
 }
