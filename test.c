@@ -1668,11 +1668,12 @@ static void each_golden_model(void (*fn)(const char *name)) {
 }
 
 static void check_golden(const char *name) {
-    static const int chunks[] = {48, 1, 7, 5};
     Golden g = golden_model(name);
-    double worst = 0;   // an encoder takes a text in one chunk
-    for (int k = 0; k < (!g.m->config.causal ? 1 : test.quick ? 3 : 4); k++) {
-        Options o = {.chunk = g.m->config.causal ? chunks[k] : g.n, .threads = 1 + k % 2};
+    int runs = g.m->config.causal ? 2 : 1;   // an encoder takes a text in one chunk
+    int chunks[] = {runs == 2 ? 48 : g.n, 1};
+    double worst = 0;
+    for (int k = 0; k < runs; k++) {
+        Options o = {.chunk = chunks[k], .threads = 1 + k};
         double error = golden_error(g.m, logits_of(g.m, g.ids, g.n, o), g.n, g.want);
         CHECK(error <= g.limit, "%s -b %d: NMSE %.2g > %.2g", name, o.chunk, error, g.limit);
         worst = fmax(worst, error);
@@ -1687,8 +1688,8 @@ static void check_few(const char *name) {
     static const int chunks[] = {1, 2, 3, 5, 8};
     Golden g = golden_model(name);
     float *want = NULL;
-    int runs = test.quick > 1 ? 5 : 10;   // in a window, then in all
-    if (test.quick > 1) g.n = smaller(g.n, 32);
+    int runs = test.quick ? 5 : 10;   // in a window, then in all
+    if (test.quick) g.n = smaller(g.n, 32);
     for (int k = 0; g.m->config.causal && k < runs; k++) {
         Options o = {.window = k < 5 ? 19 : 0, .chunk = chunks[k % 5], .threads = 1 + k % 2};
         o.keep = k < 5 ? 2 : 0;
@@ -1771,7 +1772,7 @@ static void make_sure(Model *m) {
 static void check_guesses(const char *name) {
     Golden g = golden_model(name);
     make_sure((Model *)g.m);
-    int runs = test.quick > 1 ? 1 : test.quick ? 3 : 24;
+    int runs = test.quick ? 1 : 24;
     for (int run = 0; g.m->config.causal && run < runs; run++) {
         Sampling how = {.temp = run % 3 * 0.15f, .top_p = 1, .repeat_penalty = run % 4 ? 1 : 1.05f,
                         .repeat_last_n = run % 2 ? -1 : 9, .seed = run};
@@ -1785,12 +1786,12 @@ static void check_guesses(const char *name) {
 static void test_guesses(void) {
     texts_shorter = 0;
     each_golden_model(check_guesses);
-    CHECK(texts_shorter > (test.quick > 1 ? 5 : 20), "guesses stood in %d texts", texts_shorter);
+    CHECK(texts_shorter > (test.quick ? 5 : 20), "guesses stood in %d texts", texts_shorter);
     printf("  guesses stood in %d texts\n", texts_shorter);
     // a text that on_token ends where a guess falls: the chunk that follows begins where it ended
     Golden g = golden_model("lfm2moe");
     for (int i = 0; i < 12; i++) g.ids[i] = 5 + i % 4;
-    for (int seed = 1; seed < (test.quick > 1 ? 9 : 60); seed += 4) {
+    for (int seed = 1; seed < (test.quick ? 9 : 60); seed += 4) {
         Sampling how = {.temp = 0.3f, .top_p = 1, .repeat_penalty = 1, .seed = seed};
         same_text(g.m, (Options){.threads = 1, .chunk = 64, .sampling = how}, g.ids, 12, 90,
                   open_session);
