@@ -1430,7 +1430,7 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
     } else run_experts_sum(s, w, shared, y, n, e);
 }
 
-// The rule for n tokens of a pass or, from row `first` of the inputs on, for guesses that stood. The
+// The rule for n tokens of a pass or, from row `first` of inputs on, for guesses that stood. The
 // inputs: n or FEW rows of the convolution's results, as many of alpha, and of beta. A few tokens
 // have the layer's own, which stay until its next pass.
 static void run_rule(Session *s, const Layer *w, int n, int first) {
