@@ -377,10 +377,8 @@ typedef struct Session {
     size_t n_recurrent, n_kept;   // floats; n_kept: of a layer
     float *saved;              // [n_recurrent] a copy, the snapshot
     int saved_pos;             // where the snapshot was made; -1: there is none
-    float *kept;               // [n_layer][n_kept] inputs that the last guesses have to the states
-    float *trial;              // a layer's state, for guesses
-    int guesses, seen;         // the chunk's last tokens that are guesses; tokens of the history
-                               // that the states have seen: all but the last chunk's guesses
+    float *kept, *trial;       // [n_layer][n_kept] what guesses have for the states; a layer's copy
+    int guesses, seen;         // last tokens of the chunk; tokens of the history in the states
 } Session;
 
 // ---- 4. what the other parts provide ----
@@ -3178,8 +3176,7 @@ enum { CONV_CHANNELS = 64 };   // that one call takes
 //
 // LFM2 has gates in place of SiLU. s->mix holds the last `past` rows before the chunk, from the
 // cache, and behind them the chunk's rows. So the inputs of token t are rows t .. t + past, and its
-// result can take the place of row t, because no later token reads that row. The cache keeps the
-// last rows before the guesses, and behind them the guesses' own.
+// result can take the place of row t, because no later token reads that row. Guesses' rows stay.
 static void delta_conv(Session *s, const void *arg, size_t call) {
     const Layer *w = arg;
     size_t channels = w->conv_in.rows, at = call * CONV_CHANNELS;   // first channel

@@ -70,7 +70,7 @@ typedef struct Gpu {
     float *powers;              // [rows] see halve
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate also takes their results
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
-    float *conv;                // the output of delta_conv, see rule_inputs
+    float *conv;                // inputs of delta_rule, see run_rule
     float *inputs;              // [chunk][n_layer][per_layer]
     float *packed;              // what ring_inputs makes of the inputs of a few tokens
     float *parts;               // [FEW][n_head][slices][vd + 2] of a long ring, see Spread
@@ -1430,18 +1430,15 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
     } else run_experts_sum(s, w, shared, y, n, e);
 }
 
-// Rows of what the convolution makes, and behind them, from row n or FEW on, those of alpha and of
-// beta. A few tokens have the layer's own, which stay until its next pass.
-static float *rule_inputs(const Session *s, int n) {
-    return n > FEW ? s->gpu->conv : s->kept + s->l * s->n_kept;
-}
-
-// the rule for n tokens from row `first` of its inputs on; 0: a pass, else guesses that stood
+// The rule for n tokens of a pass or, from row `first` of inputs on, for guesses that stood. The
+// inputs: n or FEW rows of the convolution's results, as many of alpha, and of beta. A few tokens
+// have the layer's own, which stay until its next pass.
 static void run_rule(Session *s, const Layer *w, int n, int first) {
     const Config *c = &s->m->config;
     bool fused = w->beta_alpha.data, asks = w->mixer == MIX_DELTA, kda = c->kda;
     int share = c->n_value / c->n_key, block = is_few(s, n) ? 1 : BLOCK_MAX, rows = larger(n, FEW);
-    const float *conv = rule_inputs(s, n), *alpha = conv + rows * w->conv_in.rows;
+    const float *conv = n > FEW ? s->gpu->conv : s->kept + s->l * s->n_kept;
+    const float *alpha = conv + rows * w->conv_in.rows;
     const float *beta = fused ? alpha : alpha + rows * c->n_value * larger(c->kda, 1);
     struct delta_args b = {n, first, c->n_key, c->n_value, c->dv, c->key_tiled,
                            fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps,
@@ -1464,7 +1461,8 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     bool fused = w->beta_alpha.data, asks = w->mixer == MIX_DELTA, gated = w->mixer == MIX_CONV;
     bool kda = c->kda, two = w->alpha_a.data, z_two = w->z_a.data, apart = asks && !fused;
     int channels = w->conv_in.rows, past = c->conv - 1, values = c->n_value * c->dv;
-    float *conv = rule_inputs(s, n), *alpha = conv + larger(n, FEW) * channels;
+    float *conv = n > FEW ? s->gpu->conv : s->kept + s->l * s->n_kept;   // see run_rule
+    float *alpha = conv + larger(n, FEW) * channels;
     float *mix = s->mix + (size_t)past * channels, *z_in = s->att + n * w->alpha_a.rows;
     const Matrix *m[4] = {&w->conv_in, &w->z, &w->alpha, &w->beta};
     float *to[4] = {mix, s->z, gated ? s->att : alpha,

@@ -1709,14 +1709,15 @@ static void test_few_tokens(void) { each_golden_model(check_few); }
 
 // ---- guesses ----
 
-typedef struct { Tokens made; size_t most; int passes; } Told;   // what session_generate tells
+typedef struct { Tokens made; size_t most; int passes, stop; } Told;   // by session_generate
 static bool tell_id(void *ctx, int32_t id) {
     Told *t = ctx;
     return tokens_add(&t->made, id) && t->made.n < t->most;
 }
 static bool tell_pass(void *ctx, int reused, int done, int n) {
-    ((Told *)ctx)->passes += done < n;
-    return true;
+    Told *t = ctx;
+    t->passes += done < n;
+    return done == n || t->passes != t->stop;   // Ctrl-C
 }
 
 // Generates behind ids [n], which get what is made, and evaluates NEXT more tokens, a chunk of
@@ -1729,9 +1730,16 @@ static float *tell(const Model *m, Options o, int32_t *ids, int n, int n_predict
     Session *s = open(m, o);
     s->on_chunk = tell_pass;
     s->ctx = t;
-    CHECK(session_generate(s, ids, n, n_predict, (OnToken){tell_id, t}, &(Error){""}), "a text");
-    memcpy(row + m->config.n_vocab, &s->rng, sizeof s->rng);
+    bool ok = session_generate(s, ids, n, n_predict, (OnToken){tell_id, t}, &(Error){""});
     memcpy(ids + n, t->made.id, t->made.n * sizeof *ids);
+    int made = t->made.n;
+    if (!ok && t->passes == t->stop)
+        ok = session_generate(s, ids, n + made, n_predict - made, (OnToken){tell_id, t},
+                              &(Error){""});
+    CHECK(ok, "a text");
+    t->stop = 0;
+    memcpy(row + m->config.n_vocab, &s->rng, sizeof s->rng);
+    memcpy(ids + n + made, t->made.id + made, (t->made.n - made) * sizeof *ids);
     for (int i = 0; i < NEXT; i++) ids[n + t->made.n + i] = 1 + i;
     last_row(s, ids, n + t->made.n + NEXT, row);
     session_close(s);
@@ -1740,13 +1748,14 @@ static float *tell(const Model *m, Options o, int32_t *ids, int n, int n_predict
 }
 
 // A text is the same bytes with and without guesses, as is what comes after it, and the draws are
-// as many, whatever ends it: the number of ids asked for, on_token, an end-of-generation id.
+// as many, whatever ends it: the number of ids asked for, on_token, an end-of-generation id,
+// and if it is interrupted.
 static int texts_shorter;   // in passes
 static void same_text(const Model *m, Options o, const int32_t *prompt, int n, int n_predict,
                       Opener *open) {
     int32_t text[2][400];
     size_t most = o.sampling.seed % 4 == 1 ? 9 + o.sampling.seed : 500;
-    Told told[2] = {{.most = most}, {.most = most}};
+    Told told[2] = {{.most = most}, {.most = most, .stop = 5 + o.sampling.seed}};
     float *rows[2];
     for (int k = 0; k < 2; k++, o.draft = 1 + o.sampling.seed % 7) {
         memcpy(text[k], prompt, n * sizeof *prompt);
@@ -5667,6 +5676,17 @@ static void check_few_gpu(const Model *m, const int32_t *first, int n) {
         CHECK(same, "%s -c %d: -b %d has other bits than -b 1", m->config.name, o.window, o.chunk);
     }
     if (!m->config.causal) return;
+    Session *s = open_gpu(m, (Options){.chunk = FEW, .keep = 2, .threads = 1});
+    Rows c = {s, rows[1], V};
+    last_row(s, ids, 4, rows[1]);
+    for (int p = 4; p < 12 && tokens_room(&s->history, 16); p += 2) {   // one of two guesses stands
+        Request r = {s->history.id, p + 3, p, .fn = keep_row, .ctx = &c, .guesses = 2};
+        memcpy(s->history.id, ids, (p + 2) * sizeof *ids);
+        s->history.id[p + 2] = !ids[p + 2];
+        CHECK(session_run(s, r, &(Error){""}), "%s", m->config.name);
+        s->history.n = p + 2;
+    }
+    CHECK(!memcmp(rows[0] + 4 * V, rows[1] + 4 * V, 8 * V * sizeof **rows), "bits behind a guess");
     Sampling how = {.top_p = 1, .repeat_penalty = 1, .seed = 3};
     for (int i = 0; i < 16; i++) ids[i] = first[i % 5];
     same_text(m, (Options){.threads = 1, .sampling = how}, ids, 16, 32, open_gpu);
@@ -5785,6 +5805,10 @@ static void lab_failure(const Model *m, int row, int later, const int32_t *ids, 
     for (int k = 0; k < 4; k++) {
         if (k == later) lab_break(&s, method);
         Request r = {ids, ends[k], k ? ends[k - 1] : 0, .fn = keep_row, .ctx = &c};
+        if (ok && k == 2 && tokens_room(&s.history, FAILING)) {   // a guess, which stands
+            r.ids = memcpy(s.history.id, ids, ends[2] * sizeof *ids);
+            r.guesses = 1;
+        }
         ok = ok && session_run(&s, r, &e);
     }
     bool failed = !s.gpu;
