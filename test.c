@@ -3361,7 +3361,7 @@ static void test_cli_wishes(void) {
               "note: key llama.rope.scaling.yarn_beta_slow is not used\n"
               "note: a nextn \\(MTP\\) block, [^\n]*, is not used: tensor mtp.fc.weight: unknown\nprefill");
     check_llm("llm $G/nemotron_h_moe.gguf --info", 0,
-              "\nguesses: 1 nextn \\(MTP\\) block of 0.1 MB, ids below 128\n", "");
+              "\nnextn \\(MTP\\) blocks: 1, of 0.1 MB, guess ids below 128\n", "");
     check_llm("llm $G/cohere2moe-base-*1-*2.gguf --tokens 1 -n 1", 0, "",
               "^note: key cohere2moe.rope.freq_base_swa is not used\nprefill");
     write_ids(&ranks, "ranks.gguf", "attention.odd=1 pooling_type=4 expert_shared_count=0");
