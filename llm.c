@@ -478,6 +478,8 @@ static void gpu_open(Session *s), gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
 static void gpu_store(Session *s, bool states);   // after the CPU wrote positions, and states
+static bool gpu_nextn(Session *s, int block, const int32_t *ids, int n, int pos);   // passes it
+static bool gpu_best(const Session *s, int32_t *id, double *chance);   // what nextn_best finds then
 
 // ---- 5. ops ----
 //
@@ -899,7 +901,6 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     s->pool = pool_open(s->o.threads);
     if (!s->pool) return fail(e, "cannot start %d threads", s->o.threads);
     int chunk = o.cpu ? 0 : gpu_chunk(s);
-    if (s->gpu) s->n_cache = c->n_layer;
     if (!s->o.chunk) s->o.chunk = chunk ? chunk : 512;
     if (!place_plan(s, plan_caches, &s->kv, "KV cache; try a smaller -c", e) ||
         !place_plan(s, plan_scratch, &s->scratch, "scratch; try a smaller -b", e))
@@ -3860,7 +3861,9 @@ static void nextn_follow(Session *s, const int32_t *ids, int end) {
     const Config *c = &s->m->config;
     int pos = s->nextn_pos;
     if (s->n_cache == c->n_layer || pos >= end) return;
-    for (int b = c->n_nextn; b-- > 0;) nextn_forward(s, b, ids + pos, end - pos, pos);
+    for (int b = c->n_nextn; b-- > 0;)
+        if (!gpu_nextn(s, b, ids + pos, end - pos, pos))
+            nextn_forward(s, b, ids + pos, end - pos, pos);
     s->nextn_pos = end;
 }
 
@@ -3873,6 +3876,7 @@ static int32_t nextn_best(Session *s, double *chance) {
     float *h = state_at(s, s->pos + s->n - 1), *logits = s->logits;
     int kind = c->nextn_layer_norm ? NORM_LAYER : c->norm, best = 0;
     double sum = 0;
+    if (gpu_best(s, &best, chance)) return best;
     norm(h, x, c->dim, &w->out_norm, kind, c->eps);
     matmul(s->pool, &s->op_scratch, &(Matmul){&w->output, h, logits, 1}, 1);
     if (c->nextn_raw) memcpy(h, x, c->dim * sizeof *x);
@@ -8272,6 +8276,8 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
 static bool gpu_logits(Session *s, int i, int n) { return false; }
 static void gpu_fetch(Session *s, void *p, size_t n) {}
 static void gpu_store(Session *s, bool states) {}
+static bool gpu_nextn(Session *s, int b, const int32_t *ids, int n, int pos) { return false; }
+static bool gpu_best(const Session *s, int32_t *id, double *chance) { return false; }
 static bool gpu_copy(Session *s, float *to, const float *from, size_t n) { return false; }
 static UNUSED double gpu_rate(Session *s, void *p, size_t n) { return 0; }
 static UNUSED double gpu_bytes(const Session *s) { return 0; }
@@ -8431,7 +8437,9 @@ static int draft_ids(Session *s, int n, int most) {
     nextn_follow(s, text, n);   // its last row makes the first guess
     for (int k = 0; k < most; k++) {
         int from = n_block > 1 ? n : n + k - 1;   // the first position that block has not seen
-        if (k) nextn_forward(s, n_block > 1 ? k : 0, text + from, n + k - from, from);
+        int block = n_block > 1 ? k : 0, rows = n + k - from;
+        if (k && !gpu_nextn(s, block, text + from, rows, from))
+            nextn_forward(s, block, text + from, rows, from);
         text[n + k] = nextn_best(s, &chance);
         if (!(chance >= least)) return k;   // nor if it is NaN
     }
