@@ -121,8 +121,7 @@ typedef struct {
     bool limit_first;          // the gate is clamped before its activation, not after (Maple)
     int n_loops;               // how many times n_layer counts the file's layers (Nanbeige)
     int n_nextn;               // blocks behind the layers that guess further tokens, see Part III
-    bool nextn_raw;            // these read the stream itself, not normed (Step 3.5)
-    bool nextn_layer_norm;     // their own output norm is a LayerNorm (Nemotron-H)
+    bool nextn_raw, nextn_layer_norm;   // what these read is not normed (Step 3.5); their last norm
     bool causal;               // a token does not see later ones (Llama: true); encoders: it does
     bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
     int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
@@ -249,10 +248,8 @@ typedef struct {
     // its own input
     Matrix input_gate, input_proj;   // [per_layer][dim], [dim][per_layer]
     Norm input_norm;           // [dim]
-    // a block that guesses further tokens
-    Norm embd_norm, state_norm, out_norm;   // [dim]
-    Matrix joint;              // [dim][2 * dim] makes its input of an embedding and a state
-    Matrix embd, output;       // the model's or its own; output: the rows of ids that it guesses
+    Norm embd_norm, state_norm, out_norm;   // of a block that guesses further tokens: [dim]
+    Matrix joint, embd, output;   // [dim][2 * dim] makes its input; its own, or the model's
 } Layer;
 
 typedef struct {
@@ -362,9 +359,8 @@ typedef struct Session {
     // -- guesses, see guess_ids --
     int32_t *index;            // [n_index] positions; those up to n_indexed have been entered
     int n_index, n_indexed;
-    float *states;             // [chunk][dim] of the last positions, each in row pos % chunk
-    float *pairs;              // [n][2 * dim] embeddings and states
-    int nextn_pos;             // positions below it have passed the nextn blocks, or are given up
+    float *states, *pairs;     // [chunk][dim], [n][2 * dim] of nextn blocks
+    int nextn_pos, loss, rest, pause;   // see nextn_follow; nextn_pays
 
     // -- other families -- rows: choices of experts that run at once, n or, if that is more, n_used
     float *slopes;             // [n_head] of ALiBi
@@ -463,11 +459,10 @@ static bool has_gates(const Layer *w), adds_more(const Layer *w);
 static void project_more(Session *s), gate_attention(Session *s, float *x, int width);
 struct Ffn;
 static void activate_more(const Session *s, const struct Ffn *f, float *gate, float *up);
-static RowFn add_more_row;
+static RowFn add_more_row, keep_state_row;
 static const float *hidden_rows(Session *s, int first, int n);   // norm(x) of n rows
 static bool check_more(const Session *s, int n, Error *e);   // can the model run n tokens?
 static bool generate_guessing(Session *s, const int32_t *ids, int n, int most, OnToken f, Error *e);
-static RowFn keep_state_row;          // keeps what nextn blocks read
 static void nextn_follow(Session *s, const int32_t *ids, int end);   // tokens below end pass them
 
 // A GPU (metal.c) runs the whole model on a Session's buffers. False: there is none, or it failed,
@@ -606,7 +601,7 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     each_row(s, embed_row, s->m, n);
     if (c->per_layer) make_layer_inputs(s);   // Gemma 4
     for (s->l = 0; s->l < c->n_layer; s->l++) forward_layer(s);
-    if (s->n_cache > c->n_layer) each_row(s, keep_state_row, NULL, n);   // for guesses
+    if (s->n_cache > c->n_layer) each_row(s, keep_state_row, c, n);   // for guesses
 }
 
 static void embed_row(Session *s, const void *arg, size_t i) {   // x = the token's embedding
@@ -1771,7 +1766,8 @@ typedef struct {
 #define ANY -FLT_MAX, FLT_MAX
 #define ROUTED "afmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "\
                "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 step35"   // see expert_ keys
-enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096, MOST_NEXTN = 3 };
+enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096,   // of arrays
+       MOST_NEXTN = FEW - 1 };
 
 static const Key KEYS[] = {
     {"block_count", INT, CONFIG(n_layer), 1, 1 << 14, "all"},
@@ -2124,7 +2120,7 @@ static void load_gate(Loader *ld, Layer *w, int n_head, int vd);
 static void load_experts(Loader *ld, Layer *w), load_inputs(Loader *ld, Layer *w);
 static bool load_recurrent(Loader *ld, Layer *w), load_source(Loader *ld, Layer *w);
 static void load_latent(Loader *ld, Layer *w), derive_latent(Config *c, uint64_t flags);
-static void load_nextn(Loader *ld);
+static void load_nextn(const Loader *all);
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
@@ -2374,6 +2370,11 @@ static bool tensor_idle(Loader *ld, const Tensor *t, int l, const char *name) {
     return scale && !strcmp(scale, ".input_scale");
 }
 
+static int tensor_layer(const Tensor *t) {   // -1: it is of no layer
+    Str rest = t->name;
+    return str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
+}
+
 // Refuses a file with a tensor that nothing used and that is not idle, and a file that lacks one.
 static void check_tensors(Loader *ld) {
     const Gguf *g = ld->m->gguf;
@@ -2384,12 +2385,16 @@ static void check_tensors(Loader *ld) {
         char name[100];
         snprintf(name, sizeof name, "%.*s", (int)rest.n, rest.s);
         if (t->used && l >= 0 && l < c->n_layer) check_neighbours(ld, l, strchr(name, '.') + 1);
-        bool nextn = l >= c->n_layer && l < c->n_layer + ld->hints.n_layer_mtp &&
-                     layer_tensor(ld, l, "nextn.eh_proj", ".weight");
         if (!strncmp(name, "mtp.", 4)) fail(&ld->m->nextn_idle, "tensor %s: unknown", name);
-        if (!t->used && !nextn && !tensor_idle(ld, t, l, name))
+        if (t->used || tensor_idle(ld, t, l, name)) continue;
+        if (l < c->n_layer || l >= c->n_layer + ld->hints.n_layer_mtp ||
+            !layer_tensor(ld, l, "nextn.eh_proj", ".weight"))
             refuse(ld, "tensor %.*s: no part of a %s model of %d layers, as the engine knows it",
                    STR_ARG(t->name), c->name, c->n_layer);
+        else if (l < c->n_layer + c->n_nextn) {
+            fail(&ld->m->nextn_idle, "tensor %.*s: unknown", STR_ARG(t->name));
+            ld->m->config.n_nextn = l - c->n_layer;
+        }
     }
     bool experts = false;
     for (int l = 0; l < c->n_layer; l++) experts |= ld->m->layers[l].router.data != NULL;
@@ -3765,73 +3770,58 @@ static void add_layer_input(Session *s) {
 
 // ---- 22b. further tokens (arXiv 2412.19437, 2.2) ----
 //
-// Some files have a block behind the layers that predicts not the next token but the one after it
-// ("nextn", multi-token prediction, MTP). The state h of a position is the row that `output`
-// multiplies. For the token at p, whose embedding is e, and the state before it:
+// Some files have a block behind the layers that predicts the token after the next ("nextn", or
+// multi-token prediction, MTP). The state h of a token is the row that `output` multiplies. For a
+// token at p with the embedding e, and the state h of the token before it:
 //
-//   x      = joint * [norm(e); norm(h)]     [dim], from [2 * dim]
+//   x      = joint * [norm(e); norm(h)]     [dim], of [2 * dim]
 //   x      passes the block, a layer with a cache of its own, at p
 //   h'     = norm(x)                        [dim]
 //   logits = output * h'                    of the token at p + 1
 //
-// With h' as the next state, the block guesses on. (Step 3.5 has a block for each guess, and its
-// states are not normed.) The row of a guess is made again when the layers have run its token. A
-// row that is missing makes guesses worse, and no more, because the layers check each guess.
+// With h' for h, the block guesses on. (Step 3.5 has a block for each guess, and h is the stream
+// itself.) The layers check each guess, so a row that is missing in the cache makes guesses worse,
+// and no more. The rows of guesses are made again when their states are known.
 
-enum { GUESSED_IDS = 1 << 16 };   // frequent ids come first, and output takes most of a guess's time
-
-static void load_nextn_block(Loader *ld, Layer *w) {
-    const Model *m = ld->m;
-    const Config *c = &m->config;
-    w->joint = load_matrix(ld, "!nextn.eh_proj", 2 * c->dim, c->dim, 1);
-    load_layer(ld, w);
-    if (ld->arch->no_rope != 1) w->rotated = w->n_rot > 0;   // in Cohere2 other layers are not
-    w->embd_norm = load_norm(ld, "!nextn.enorm", 1, c->dim);
-    w->state_norm = load_norm(ld, "!nextn.hnorm", 1, c->dim);
-    w->out_norm = load_norm(ld, "nextn.shared_head_norm", 1, c->dim);
-    if (!w->out_norm.w) w->out_norm = load_norm(ld, "layer_output_norm", 1, c->dim);   // MiMo 2
-    if (!w->out_norm.w) w->out_norm = m->out_norm;
-    w->embd = load_matrix(ld, "nextn.embed_tokens", c->dim, m->embd.rows, 1);
-    if (!w->embd.data) w->embd = m->embd;
-    w->output = load_matrix(ld, "nextn.shared_head_head", c->dim, c->n_vocab, 1);
-    if (!w->output.data) w->output = m->output;
-    w->output = matrix_rows(w->output, 0, smaller(c->n_vocab, GUESSED_IDS));
-    if (!w->n_kv || w->mixer || !w->up.data || c->n_loops > 1 || c->per_layer || !c->causal)
-        refuse(ld, "block %d: want attention and an FFN, as a causal model's layers have", ld->l);
-}
+enum { GUESSED_IDS = 1 << 16 };   // the most frequent ones: the output takes most of the time
 
 // Loads the blocks. What is not known of one leaves it idle.
-static void load_nextn(Loader *ld) {
-    Model *m = ld->m;
+static void load_nextn(const Loader *all) {
+    Loader ld = *all;
+    Model *m = ld.m;
     Config *c = &m->config;
-    Error *e = ld->e;
-    ld->e = &m->nextn_idle;
-    for (int i = 0; i < smaller(ld->hints.n_layer_mtp, MOST_NEXTN) && ld->ok; i++) {
-        ld->l = c->n_layer + i;
-        if (!layer_tensor(ld, ld->l, "nextn.eh_proj", ".weight")) break;
-        load_nextn_block(ld, &m->layers[ld->l]);
-        for (const Tensor *t = m->gguf->tensors; t < m->gguf->tensors + m->gguf->n_tensors; t++) {
-            Str rest = t->name;
-            char name[100];
-            if (t->used || !str_cut(&rest, ld->prefix)) continue;
-            snprintf(name, sizeof name, ".%.*s", STR_ARG(rest));
-            if (!tensor_idle(ld, t, ld->l, name)) refuse(ld, "tensor %s%s: unknown", ld->prefix, name + 1);
-        }
-        if (ld->ok) c->n_nextn++;
+    int dim = c->dim, end = c->n_layer + smaller(ld.hints.n_layer_mtp, MOST_NEXTN);
+    ld.e = &m->nextn_idle;
+    for (ld.l = c->n_layer; ld.l < end && ld.ok; ld.l++) {
+        Layer *w = &m->layers[ld.l];
+        if (!layer_tensor(&ld, ld.l, "nextn.eh_proj", ".weight")) return;
+        load_layer(&ld, w);
+        if (ld.arch->no_rope != 1) w->rotated = w->n_rot > 0;   // whatever its place (Cohere 2)
+        w->joint = load_matrix(&ld, "nextn.eh_proj", 2 * dim, dim, 1);
+        w->embd_norm = load_norm(&ld, "!nextn.enorm", 1, dim);
+        w->state_norm = load_norm(&ld, "!nextn.hnorm", 1, dim);
+        w->out_norm = load_norm(&ld, "nextn.shared_head_norm", 1, dim);
+        if (!w->out_norm.w) w->out_norm = load_norm(&ld, "layer_output_norm", 1, dim);   // MiMo 2
+        if (!w->out_norm.w) w->out_norm = m->out_norm;
+        w->embd = load_matrix(&ld, "nextn.embed_tokens", dim, m->embd.rows, 1);
+        if (!w->embd.data) w->embd = m->embd;
+        w->output = load_matrix(&ld, "nextn.shared_head_head", dim, c->n_vocab, 1);
+        if (!w->output.data) w->output = m->output;
+        w->output = matrix_rows(w->output, 0, smaller(c->n_vocab, GUESSED_IDS));
+        if (!w->n_kv || w->mixer || !w->up.data || c->n_loops > 1 || c->per_layer || !c->causal)
+            refuse(&ld, "block %d: unlike a causal layer with attention and an FFN", ld.l);
+        if (ld.ok) c->n_nextn++;
     }
-    ld->e = e;
-    ld->ok = true;
 }
 
-// the state of a position
+// The state of a position. There is room for those of a chunk.
 static float *state_at(const Session *s, int pos) {
     return s->states + (size_t)(pos % s->o.chunk) * s->m->config.dim;
 }
 
 static void keep_state_row(Session *s, const void *arg, size_t i) {
-    const Config *c = &s->m->config;
+    const Config *c = arg;
     const float *x = s->x + i * c->dim;
-    (void)arg;
     if (c->nextn_raw) memcpy(state_at(s, s->pos + i), x, c->dim * sizeof *x);
     else norm(state_at(s, s->pos + i), x, c->dim, &s->m->out_norm, c->norm, c->eps);
 }
@@ -3845,25 +3835,23 @@ static void pair_row(Session *s, const void *arg, size_t i) {   // [norm(e); nor
     norm(pair + c->dim, state_at(s, s->pos + i - 1), c->dim, &w->state_norm, c->norm, c->eps);
 }
 
-// n tokens at pos .. pos+n-1 pass a block, which leaves its x in s->x
+// n tokens at pos .. pos+n-1 pass a block, which leaves x in s->x
 static void nextn_forward(Session *s, int block, const int32_t *ids, int n, int pos) {
-    const Layer *w = &s->m->layers[s->m->config.n_layer + block];
+    s->l = s->m->config.n_layer + block;
+    const Layer *w = &s->m->layers[s->l];
+    if (ids && gpu_nextn(s, block, ids, n, pos)) return;
     begin_chunk(s, ids, n, pos);
-    s->l = w - s->m->layers;
     each_row(s, pair_row, w, n);
     product(s, &w->joint, s->pairs, s->x);
     forward_layer(s);
 }
 
-// The tokens below `end` that have not passed the blocks do so: of a prompt chunk by chunk, later
-// when a guess is wanted, or as many as s->states has room for. The first block is the last to run.
+// Tokens below `end` pass the blocks, unless they have: before their states would be overwritten,
+// and when a guess is wanted. From s->nextn_pos on they have not. The first block runs last.
 static void nextn_follow(Session *s, const int32_t *ids, int end) {
-    const Config *c = &s->m->config;
-    int pos = s->nextn_pos;
-    if (s->n_cache == c->n_layer || pos >= end) return;
-    for (int b = c->n_nextn; b-- > 0;)
-        if (!gpu_nextn(s, b, ids + pos, end - pos, pos))
-            nextn_forward(s, b, ids + pos, end - pos, pos);
+    int pos = s->nextn_pos, block = s->n_cache - s->m->config.n_layer;
+    if (pos >= end) return;
+    while (block-- > 0) nextn_forward(s, block, ids + pos, end - pos, pos);
     s->nextn_pos = end;
 }
 
@@ -3874,10 +3862,10 @@ static int32_t nextn_best(Session *s, double *chance) {
     const Layer *w = &s->m->layers[s->l];
     const float *x = s->x + (size_t)(s->n - 1) * c->dim;
     float *h = state_at(s, s->pos + s->n - 1), *logits = s->logits;
-    int kind = c->nextn_layer_norm ? NORM_LAYER : c->norm, best = 0;
+    int best = 0;
     double sum = 0;
     if (gpu_best(s, &best, chance)) return best;
-    norm(h, x, c->dim, &w->out_norm, kind, c->eps);
+    norm(h, x, c->dim, &w->out_norm, c->nextn_layer_norm ? NORM_LAYER : c->norm, c->eps);
     matmul(s->pool, &s->op_scratch, &(Matmul){&w->output, h, logits, 1}, 1);
     if (c->nextn_raw) memcpy(h, x, c->dim * sizeof *x);
     for (int i = 1; i < w->output.rows; i++)
@@ -8419,31 +8407,42 @@ static int guesses_fit(const Session *s, int n, int most) {
 // the guesses of a pass
 typedef struct {
     int run, stood;            // how many run; how many of them are what was drawn
-    bool looked_up;            // they come from the text, not from a nextn block
-    int32_t hint;              // lookup's first guess, whether it runs or not; -1: there is none
+    bool looked_up, drafted;   // they come from the text, or from a nextn block, which may have none
+    int32_t hint;              // lookup's first guess, whether it runs or not; -1: none
     bool hit;                  // the hint was drawn
     int most;                  // guesses by lookup that may run
 } Guesses;
 
-// Writes at most `most` guesses of the nextn blocks behind the text [n], and returns how many. They
-// end where it gets unlikely that all stand. Several blocks make one guess each.
+// Writes at most `most` guesses of nextn blocks behind the text, and returns how many: it ends where
+// it gets unlikely that all stand. If there are several blocks, each makes one guess.
 static int draft_ids(Session *s, int n, int most) {
-    const double least = 0.4;
     int n_block = s->n_cache - s->m->config.n_layer;
     int32_t *text = s->history.id;
     double chance = 1;   // that all stand
-    if (!n_block || most < 1) return 0;
     if (n_block > 1) most = smaller(most, n_block);
-    nextn_follow(s, text, n);   // its last row makes the first guess
+    nextn_follow(s, text, n);   // the last row makes the first guess
     for (int k = 0; k < most; k++) {
-        int from = n_block > 1 ? n : n + k - 1;   // the first position that block has not seen
-        int block = n_block > 1 ? k : 0, rows = n + k - from;
-        if (k && !gpu_nextn(s, block, text + from, rows, from))
-            nextn_forward(s, block, text + from, rows, from);
+        int from = n_block > 1 ? n : n + k - 1;   // this block has not seen the guesses from here on
+        if (k) nextn_forward(s, n_block > 1 ? k : 0, text + from, n + k - from, from);
         text[n + k] = nextn_best(s, &chance);
-        if (!(chance >= least)) return k;   // nor if it is NaN
+        if (!(chance >= 0.4)) return k;   // nor if it is NaN
     }
     return most;
+}
+
+// May nextn blocks guess? `loss` is what guesses cost lately, less what they saved, in parts of
+// which a token has 16: a try costs one, and so does each guess that runs. From 8 on blocks rest,
+// for 4, 12, 28, ... passes as long as no guess stands, and have two tries in between.
+static bool nextn_pays(Session *s, const Guesses *g) {
+    if (s->n_cache == s->m->config.n_layer) return false;
+    if (g->drafted) s->loss += 1 + g->run - 16 * g->stood;
+    if (g->drafted && g->stood) s->pause = 0;
+    if (s->loss < -16) s->loss = -16;
+    if (s->loss >= 8) {
+        s->rest = s->pause = smaller(2 * s->pause + 4, 512);
+        s->loss = 6;
+    }
+    return s->rest == 0 || s->rest-- == 0;
 }
 
 // Writes the next guesses behind the text, n tokens of the history; `left` ids may still follow
@@ -8459,7 +8458,8 @@ static void guess_next(Session *s, Guesses *g, int n, int left) {
     bool room = tokens_room(&s->history, n + FEW), found = room && guess_ids(s, n, run + 1);
     g->hint = found ? s->history.id[n] : -1;
     g->looked_up = found && run > 0;
-    if (!g->looked_up) run = room ? draft_ids(s, n, most) : 0;
+    g->drafted = nextn_pays(s, g) && room && !g->looked_up && most > 0;
+    if (!g->looked_up) run = g->drafted ? draft_ids(s, n, most) : 0;
     g->run = run;
 }
 
@@ -9180,12 +9180,11 @@ static double token_bytes(const Session *s, int pos) {
     const Config *c = &m->config;
     double sum = 0;
     for (const Tensor *t = m->gguf->tensors; t < m->gguf->tensors + m->gguf->n_tensors; t++) {
-        Str rest = t->name;
-        if (!t->used || (str_cut(&rest, "blk.") && atoi(rest.s) >= c->n_layer)) continue;
+        if (!t->used || tensor_layer(t) >= c->n_layer) continue;
         bool row = t->data == m->pos_embd.data || t->data == m->embd.data ||
                    t->data == m->layer_embd.data;
         bool experts = memmem(t->name.s, t->name.n, "_exps.", 6);
-        double times = rest.n < t->name.n ? c->n_loops : 1;   // of a layer
+        double times = tensor_layer(t) < 0 ? 1 : c->n_loops;
         if (experts) times *= (double)c->n_used / c->n_expert;
         if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
         else sum += tensor_bytes(t) * times;
@@ -9613,18 +9612,6 @@ static void print_file(const Cli *cli) {
 }
 
 // what Config says, the kinds of layers, the memory plan, the speed that memory allows
-static void print_nextn(const Model *m) {
-    const Config *c = &m->config;
-    double bytes = 0;
-    for (size_t i = 0; i < m->gguf->n_tensors; i++) {
-        Str rest = m->gguf->tensors[i].name;
-        if (str_cut(&rest, "blk.") && atoi(rest.s) >= c->n_layer) bytes += tensor_bytes(&m->gguf->tensors[i]);
-    }
-    printf("; %d nextn (MTP) block%s of %.1f MB guess%s further tokens, ids below %d", c->n_nextn,
-           c->n_nextn > 1 ? "s, one a guess," : "", bytes / 1048576, c->n_nextn > 1 ? "" : "es",
-           (int)m->layers[c->n_layer].output.rows);
-}
-
 static bool print_info(Cli *cli) {
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
     static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU",
@@ -9658,10 +9645,17 @@ static bool print_info(Cli *cli) {
     if (count[EXPERTS]) printf(" (%d of %d chosen)", c->n_used, c->n_expert);
     if (c->n_loops > 1)
         printf("; the file has %d, which run %d times", c->n_layer / c->n_loops, c->n_loops);
-    if (c->n_nextn) print_nextn(m);
     putchar('\n');
-    double weights = 0, moved = token_bytes(s, 0), rate = 0;
-    for (size_t i = 0; i < m->gguf->n_tensors; i++) weights += tensor_bytes(&m->gguf->tensors[i]);
+    double weights = 0, nextn = 0, moved = token_bytes(s, 0), rate = 0;
+    for (size_t i = 0; i < m->gguf->n_tensors; i++) {
+        const Tensor *t = &m->gguf->tensors[i];
+        weights += tensor_bytes(t);
+        if (tensor_layer(t) >= c->n_layer) nextn += tensor_bytes(t);
+    }
+    if (c->n_nextn)
+        printf("guesses: %d nextn (MTP) block%s of %.1f MB, ids below %d\n", c->n_nextn,
+               c->n_nextn > 1 ? "s, one a guess," : "", nextn / 1048576,
+               (int)m->layers[c->n_layer].output.rows);
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
            weights / 1048576, s->kv.size / 1048576.0, s->o.window, s->scratch.size / 1048576.0);
     if (s->gpu) printf("on the GPU: %.1f MB, chunks of %d\n", gpu_bytes(s) / 1048576, s->o.chunk);
