@@ -1628,7 +1628,8 @@ static void run_nextn(Session *s, int l, int n) {
     run_layer(s, w, n);
     run_norm(s, x, &w->out_norm, c->nextn_layer_norm ? NORM_LAYER : c->norm, c->dim, h, 1, STORE);
     run_product(s, &w->output, (Input){h, NULL}, s->logits, 1, scaled);
-    run_states(s, c->nextn_raw ? x : h, NULL, n - 1, 1);
+    // a whole chunk ends where the state before it stands, which blocks that run later still read
+    if (l == c->n_layer || n < s->o.chunk) run_states(s, c->nextn_raw ? x : h, NULL, n - 1, 1);
     run_kernel(s, a, "best_ids", {s->logits, s->gpu->best}, 2, UNITS(div_up(a.n, BEST_IDS)), 0,
                {0});
 }

@@ -1655,7 +1655,7 @@ static double golden_error(const Model *m, const float *rows, int n, const float
 static void each_golden_model(void (*fn)(const char *name)) {
     glob_t found;
     REQUIRE(!glob("golden/archs/*.tokens", 0, NULL, &found), "no golden models");
-    CHECK(found.gl_pathc == 60, "%zu golden models", (size_t)found.gl_pathc);
+    CHECK(found.gl_pathc == 63, "%zu golden models", (size_t)found.gl_pathc);
     for (size_t i = 0; i < found.gl_pathc; i++) {
         const char *file = strrchr(found.gl_pathv[i], '/') + 1;
         fn(text_of("%.*s", (int)(strrchr(file, '.') - file), file));
@@ -5534,12 +5534,49 @@ static void check_few_gpu(const Model *m, const int32_t *first, int n) {
     same_text(m, (Options){.threads = 1, .sampling = how}, ids, 16, 32, open_gpu);
 }
 
+// Nextn blocks say the same on the GPU: behind a prompt in chunks and each token, then guess on guess.
+static void compare_nextn(const Model *m, const int32_t *ids, int n, double near) {
+    enum { STEPS = 4 };   // a text grows by one, then by two, ... tokens
+    int V = m->layers[m->config.n_layer].output.rows, from = n - STEPS * (STEPS + 1) / 2, block = 0;
+    float *logits[2] = {need(2 * STEPS * V * 4), need(2 * STEPS * V * 4)};
+    double chance[2][2 * STEPS];
+    int32_t best[2][2 * STEPS];
+    for (int cpu = 0; cpu < 2; cpu++) {
+        Options o = {.threads = 1, .cpu = cpu, .chunk = 7, .window = 10, .keep = 2, .draft = FEW - 1};
+        Session *s = open_gpu(m, o);
+        if (s->n_cache == m->config.n_layer) return;   // guesses would cost as much as tokens
+        for (int k = 0, i = from; k < 2 * STEPS; k++) {
+            if (k % 2 == 0) {
+                REQUIRE(session_eval(s, ids, i += k / 2, &(Error){""}), "%s", m->config.name);
+                nextn_follow(s, ids, i + 1);
+            } else {   // the block's own state stands before this token
+                block = m->config.n_nextn > 1;
+                nextn_forward(s, block, ids + i + 1, 1, i + 1);
+            }
+            chance[cpu][k] = 1;
+            best[cpu][k] = nextn_best(s, &chance[cpu][k]);
+            gpu_fetch(s, s->logits, V * sizeof(float));
+            float scale = cpu ? m->config.logit_scale : 1;
+            for (int v = 0; v < V; v++) logits[cpu][k * V + v] = scale * s->logits[v];
+        }
+        CHECK(!s->o.cpu == !!s->gpu, "%s: the GPU gave up", m->config.name);
+    }
+    double d = nmse(logits[0], logits[1], 2 * STEPS * V);
+    CHECK(d <= near, "%s: blocks on GPU and CPU differ by %.1e", m->config.name, d);
+    for (int k = 0; k < 2 * STEPS; k++)
+        CHECK(best[0][k] == best[1][k] && fabs(chance[0][k] / chance[1][k] - 1) < 0.02,
+              "%s, guess %d: %d of %.3f on the GPU, %d of %.3f", m->config.name, k, best[0][k],
+              chance[0][k], best[1][k], chance[1][k]);
+    printf("  %-16s blocks differ by %.1e\n", m->config.name, d);
+}
+
 static void check_golden_gpu(const char *name) {
     static const char quick[] = " gemma2 gemma3.iq4_nl gpt-oss.mxfp4 deepseek2-v3.q8_0 ";
     static const char least[] = " llama qwen35 ";
     static int order;
     bool chosen = strstr(least, text_of(" %s ", name));
     chosen |= test.quick < 2 && strstr(quick, text_of(" %s ", name));
+    chosen |= strstr(name, "-mtp") != NULL;
     if (test.quick && !chosen) return;
     Golden g = golden_model(name);
     int n = test.quick ? 18 : g.n;
@@ -5557,6 +5594,7 @@ static void check_golden_gpu(const char *name) {
     whole.gpu_block = strstr(" llama gemma2 step35-clamp.f16 ", text_of(" %s ", name));
     if (whole.gpu_block) compare_model(g.m, whole, g.ids, 18, g.want, g.limit, g.limit);
     if (n < g.n) printf("  %s: %d tokens\n", name, n);
+    if (g.m->config.n_nextn) compare_nextn(g.m, g.ids, n, g.limit);
     if (test.quick < 2 && (chosen || SOFT_CORES)) check_few_gpu(g.m, g.ids, n);
     soft.order = FORWARD;
 }
