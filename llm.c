@@ -8437,7 +8437,7 @@ static bool nextn_pays(Session *s, const Guesses *g) {
     if (s->n_cache == s->m->config.n_layer) return false;
     if (g->drafted) s->loss += 1 + g->run - 16 * g->stood;
     if (g->drafted && g->stood) s->pause = 0;
-    if (s->loss < -16) s->loss = -16;
+    if (s->loss < -32) s->loss = -32;
     if (s->loss >= 8) {
         s->rest = s->pause = smaller(2 * s->pause + 4, 512);
         s->loss = 6;

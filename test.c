@@ -464,7 +464,8 @@ static size_t write_gguf(Writer *w, const char *path) {
 //   latent attention in odd ones
 //   9 post-norms whose names lack .weight  J q, k, v and z of linear attention in one
 //   4 a layer with both blocks, one with an FFN alone, one with nothing, in turn
-// and, of the program: l a linear layer, 8 one with KDA, ^ tensors that are in no layer, = what is
+//   5 the last layer is a nextn block
+// and, of the program: l a linear layer, 8 one with KDA, 7 a nextn block, ^ tensors that are in no layer, = what is
 // always f32, Z W Y a layer without attention, without a recurrent mixer, without FFN, X without
 // attn_norm.
 
@@ -499,7 +500,8 @@ static const char PARTS[] =
     "shortconv.out_proj:32,32:C attn_gate:32,4:G!8 attn_gate:32,64:V!8 attn_q:32,32:8 "
     "attn_output:32,32:8 ssm_conv1d_q:4,32:=8 ssm_conv1d_k:4,32:=8 ssm_conv1d_v:4,32:=8 "
     "ssm_f_a:32,480:8A ssm_f_b:480,32:8A ssm_f_a:32,32:8!A ssm_g_a:32,480:8A ssm_g_b:480,32:8A "
-    "ssm_g_a:32,32:8!A ssm_beta:32,4:8 ssm_a:4:8 ssm_dt.bias:32:8 ssm_norm:8:8 ssm_in:32,96:lJ";
+    "ssm_g_a:32,32:8!A ssm_beta:32,4:8 ssm_a:4:8 ssm_dt.bias:32:8 ssm_norm:8:8 ssm_in:32,96:lJ "
+    "nextn.eh_proj:64,32:7 nextn.enorm:32:7 nextn.hnorm:32:7";
 
 typedef struct {
     const char *arch;
@@ -571,6 +573,7 @@ static void put_model(Writer *w, const Shape *m) {
         if (strchr(m->letters, '3')) kind = (const char *[]){"ZY", "WY", "ZW"}[l % 3];
         if (strchr(m->letters, 'F') && l == 0) kind = "X";
         if (strpbrk(m->letters, "AU")) kind = l % 2 ? "c" : "8";
+        if (strchr(m->letters, '5') && l == m->n_layer - 1) kind = "7";
         if (strchr(m->letters, '4')) kind = (const char *[]){"", "ZX", "ZXY"}[l % 3];
         put_parts(w, PARTS, text_of("blk.%d.", l), text_of("%s%s", m->letters, kind));
     }
@@ -1755,8 +1758,19 @@ static void same_text(const Model *m, Options o, const int32_t *prompt, int n, i
     texts_shorter += told[1].passes < told[0].passes;
 }
 
+// makes nextn blocks sure of all that they guess
+static void make_sure(Model *m) {
+    for (int b = 0; b < m->config.n_nextn; b++) {
+        Norm *w = &m->layers[m->config.n_layer + b].out_norm;
+        float *large = need(w->n * sizeof *large);
+        for (int i = 0; i < w->n; i++) large[i] = 1e6f * w->w[i];
+        w->w = large;
+    }
+}
+
 static void check_guesses(const char *name) {
     Golden g = golden_model(name);
+    make_sure((Model *)g.m);
     int runs = test.quick > 1 ? 1 : test.quick ? 3 : 24;
     for (int run = 0; g.m->config.causal && run < runs; run++) {
         Sampling how = {.temp = run % 3 * 0.15f, .top_p = 1, .repeat_penalty = run % 4 ? 1 : 1.05f,
@@ -1813,6 +1827,120 @@ static void test_guesses(void) {
         bool right = d.made == known[k].made && d.passes == known[k].passes;
         CHECK(right && strstr(e.text, known[k].says), "%d in %d, '%s'", d.made, d.passes, e.text);
     }
+}
+
+// ---- nextn blocks ----
+
+// llama.cpp's logits of the block for each token but the first, NAME.mtp, and what it guesses
+// behind so many tokens, NAME.drafts. Chunks of 7 leave rows that come late.
+static void check_nextn(const char *name) {
+    static const int chunks[] = {80, 7};
+    Golden g = golden_model(name);
+    const Config *c = &g.m->config;
+    size_t size, width = c->n_vocab * sizeof(float);
+    const float *want = read_all(text_of("golden/archs/%s.mtp", name), &size);
+    float *got = need(size);
+    REQUIRE(size == (g.n - 1) * width && c->n_nextn, "%s: %zu bytes, %d blocks", name, size,
+            c->n_nextn);
+    for (int k = 0; k < 2; k++) {
+        Options o = {.chunk = chunks[k], .threads = 1 + k, .draft = FEW - 1};
+        Session *s = open_session(g.m, o);
+        for (int n = 1; n < g.n; n++) {
+            REQUIRE(session_eval(s, g.ids, n, &(Error){""}), "%s", name);
+            nextn_follow(s, g.ids, n + 1);
+            nextn_best(s, &(double){1});
+            memcpy(got + (n - 1) * c->n_vocab, s->logits, width);
+        }
+        for (size_t i = 0; i < size / sizeof *got; i++) got[i] *= c->logit_scale;
+        double error = nmse(got, want, size / sizeof *got);
+        CHECK(error <= g.limit, "%s: NMSE of the block %.2g", name, error);
+        printf("  %-16s NMSE %.1e\n", name, error);
+        session_close(s);
+    }
+    make_sure((Model *)g.m);
+    Session *s = open_session(g.m, (Options){.threads = 1, .draft = FEW - 1});
+    char *text = read_all(text_of("golden/archs/%s.drafts", name), NULL);
+    EACH_WORD(line, text, "\n") {
+        int n = strtol(line, &line, 10), made = 0;
+        REQUIRE(session_eval(s, g.ids, n - 1, &(Error){""}), "%s", name);
+        REQUIRE(tokens_room(&s->history, n + FEW), "no memory");
+        s->history.id[n - 1] = g.ids[n - 1];
+        made = draft_ids(s, n, FEW - 1);
+        for (line++; *line; n++, made--) {
+            int id = strtol(line, &line, 10);
+            CHECK(made > 0 && s->history.id[n] == id, "%s, token %d: a guess is not %d", name, n, id);
+        }
+    }
+    session_close(s);
+}
+
+// A block that is the only layer again, and gets embeddings of length 1 as they are, says what the
+// layer will say, but for the first token. `wrong`: it says something else.
+static Session *agreeing(const Shape *shape, bool wrong, Told *t) {
+    Model *m = memcpy(need(sizeof *m), random_model(shape), sizeof *m);
+    Layer *w = m->layers = memcpy(need(2 * sizeof *w), m->layers, sizeof *w);
+    float *embd = memcpy(need(4 * VOCAB * WIDTH), m->embd.data, 4 * VOCAB * WIDTH);
+    float *joint = need(2 * 4 * WIDTH * WIDTH);
+    for (int i = 0; i < VOCAB; i++)
+        norm(embd + i * WIDTH, embd + i * WIDTH, WIDTH, &(Norm){0}, NORM_RMS, 0);
+    for (int i = 0; i < WIDTH; i++) joint[i * (2 * WIDTH + 1)] = 1;
+    m->embd.data = (uint8_t *)embd;
+    w[1] = w[0];
+    w[1].source = 1;
+    w[1].joint = (Matrix){.data = (uint8_t *)joint, .rows = WIDTH, .cols = 2 * WIDTH};
+    w[1].embd = m->embd;
+    w[1].output = wrong ? m->embd : m->output;
+    w[1].out_norm = m->out_norm;
+    m->config.n_nextn = 1;
+    make_sure(m);
+    Session *s = open_session(m, (Options){.window = 5, .threads = 1, .draft = FEW - 1});
+    s->on_chunk = tell_pass;
+    s->ctx = t;
+    return s;
+}
+
+static void test_nextn(void) {
+    check_nextn("cohere2moe-mtp");   // behind the norm, experts, side by side
+    check_nextn("step35-mtp");       // before the norm, three blocks
+    check_nextn("qwen35-mtp");       // a hybrid, a head of the block's own
+    // caches keep in step: guesses stand, also on a turn that goes back, and late after a rest
+    static const Shape shapes[] = {{"llama", 1, "", ""}, {"deepseek2", 1, "cq", LATENT_KEYS},
+                                   {"qwen3moe", 1, "kx", EXPERT_KEYS}};
+    for (size_t k = 0; k < COUNT(shapes); k++) {
+        Told told = {.most = 500};
+        Session *s = agreeing(&shapes[k], false, &told);
+        int32_t ids[200];
+        for (int i = 0; i < 200; i++) ids[i] = i * i % 61;
+        for (int turn = 0; turn < 3; turn++) {
+            if (turn == 2) s->rest = 30;
+            REQUIRE(session_generate(s, ids, 20 + 9 * turn, 64, (OnToken){tell_id, &told},
+                                     &(Error){""}), "turn %d", turn);
+            CHECK(told.passes <= (turn == 2 ? 45 : 14), "%s: 64 tokens in %d passes",
+                  shapes[k].arch, told.passes);
+            told.passes = 0;
+        }
+    }
+    // what is not known of a block leaves it idle
+    static const struct { const char *keys; Spoil spoil; const char *why; } idle[] = {
+        {"", {NULL}, ""},
+        {"attention.head_count_kv=2,2", {NULL}, "want a number, or one a layer"},
+        {"", {NULL, DIM, "blk.2.nextn.eh_proj.weight", 0, 63}, "want [64,32,1,1]"},
+        {"", {NULL, DIM, "blk.2.attn_k.weight", 1, 31}, "want [32,32,1,1]"},
+        {"", {NULL, NO_TENSOR, "blk.2.nextn.hnorm.weight"}, "hnorm.weight is missing"},
+        {"", {NULL, NO_TENSOR, "blk.2.attn_norm.weight"}, "attn_norm.weight is missing"},
+        {"", {NULL, NEW_TENSOR, "blk.2.odd.weight", 8}, "blk.2.odd.weight: unknown"}};
+    for (size_t k = 0; k < COUNT(idle); k++) {
+        Shape shape = {"llama", 3, "5", text_of("nextn_predict_layers=1 %s", idle[k].keys)};
+        write_model(&(Writer){.spoil = idle[k].spoil}, &shape, scratch("random.gguf"));
+        const Model *m = open_model(scratch("random.gguf"));
+        CHECK(m->config.n_nextn == !*idle[k].why && m->config.n_layer == 2 &&
+              strstr(m->nextn_idle.text, idle[k].why), "%zu: '%s'", k, m->nextn_idle.text);
+    }
+    // guesses that never stand rest, for ever longer
+    Told told = {.most = 500};
+    Session *s = agreeing(&shapes[0], true, &told);
+    session_generate(s, (int32_t[]){1, 2, 3, 4}, 4, 200, (OnToken){tell_id, &told}, &(Error){""});
+    CHECK(s->pause >= 28, "a rest is %d", s->pause);
 }
 
 // ---- every architecture ----
@@ -3231,8 +3359,9 @@ static void test_cli_wishes(void) {
               "note: key llama.attention.sliding_window_pattern has 3 values for 2 layers\n"
               "note: key llama.rope.scaling.odd is not used\n"
               "note: key llama.rope.scaling.yarn_beta_slow is not used\n"
-              "note: the file's nextn \\(MTP\\) blocks, which [^\n]* are not used\nprefill");
-    check_llm("llm $G/nemotron_h_moe.gguf --info", 0, "nextn \\(MTP\\) blocks are not used\n", "");
+              "note: a nextn \\(MTP\\) block, [^\n]*, is not used: tensor mtp.fc.weight: unknown\nprefill");
+    check_llm("llm $G/nemotron_h_moe.gguf --info", 0,
+              "\nguesses: 1 nextn \\(MTP\\) block of 0.1 MB, ids below 128\n", "");
     check_llm("llm $G/cohere2moe-base-*1-*2.gguf --tokens 1 -n 1", 0, "",
               "^note: key cohere2moe.rope.freq_base_swa is not used\nprefill");
     write_ids(&ranks, "ranks.gguf", "attention.odd=1 pooling_type=4 expert_shared_count=0");
@@ -6137,7 +6266,7 @@ static const Test TESTS[] = {
     T(formats) T(formats_names) T(formats_grids) T(halves) T(matmul)
     T(attention) T(norms) T(alibi_and_alpha) T(activations)
     T(gguf_variants) T(gguf_broken) T(gguf_hostile) T(gguf_shapes) T(gguf_whole)
-    T(golden_models) T(few_tokens) T(guesses) T(every_architecture) T(arch_lists) T(ring)
+    T(golden_models) T(few_tokens) T(guesses) T(nextn) T(every_architecture) T(arch_lists) T(ring)
     T(regenerate) T(session_refusals) T(session_damage)
     T(sampler_stages) T(sampler_candidates) T(sampler_choice) T(sampler_session)
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
