@@ -1004,7 +1004,8 @@ kernel void norm(device const float *x, device const float *w, device const floa
 // exp(logit - best). Grid: a SIMD-group for each of these.
 kernel void best_ids(device const float *logits, device float *best, constant struct best_args *a,
         PLACE) {
-    int unit = tg * nsg + sg, first = unit * BEST_IDS, end = min(a->n, first + BEST_IDS), id = first;
+    int unit = tg * nsg + sg, first = unit * BEST_IDS, end = min(a->n, first + BEST_IDS);
+    int id = first;
     float top = -3e38f, sum = 0.0f;
     if (first >= a->n) return;
     for (int i = first + (int)lane; i < end; i += SIMD_LANES) {

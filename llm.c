@@ -359,7 +359,7 @@ typedef struct Session {
     // -- guesses, see guess_ids --
     int32_t *index;            // [n_index] positions; those up to n_indexed have been entered
     int n_index, n_indexed;
-    float *states, *pairs;     // [chunk][dim], [n][2 * dim] of nextn blocks
+    float *states;             // [chunk][dim] what nextn blocks read
     int nextn_pos, loss, rest, pause;   // see nextn_follow; nextn_pays
 
     // -- other families -- rows: choices of experts that run at once, n or, if that is more, n_used
@@ -557,14 +557,6 @@ static void product(Session *s, const Matrix *w, const float *x, float *out) {
     matmul(s->pool, &s->op_scratch, &(Matmul){w, x, out, s->n}, 1);
 }
 
-static void begin_chunk(Session *s, const int32_t *ids, int n, int pos) {
-    assert(n > 0 && n <= s->o.chunk);
-    s->ids = ids;
-    s->n = n;
-    s->pos = pos;
-    each_row(s, angles_row, &s->m->config, n);
-}
-
 // the chunk passes layer s->l
 static void forward_layer(Session *s) {
     const Config *c = &s->m->config;
@@ -597,9 +589,13 @@ static void forward_layer(Session *s) {
 
 static void forward(Session *s, const int32_t *ids, int n, int pos) {
     const Config *c = &s->m->config;
-    begin_chunk(s, ids, n, pos);
+    assert(n > 0 && n <= s->o.chunk);
+    s->ids = ids;
+    s->n = n;
+    s->pos = pos;
     each_row(s, embed_row, s->m, n);
     if (c->per_layer) make_layer_inputs(s);   // Gemma 4
+    each_row(s, angles_row, c, n);
     for (s->l = 0; s->l < c->n_layer; s->l++) forward_layer(s);
     if (s->n_cache > c->n_layer) each_row(s, keep_state_row, c, n);   // for guesses
 }
@@ -1766,8 +1762,7 @@ typedef struct {
 #define ANY -FLT_MAX, FLT_MAX
 #define ROUTED "afmoe bailingmoe2 bailingmoe3 cohere2moe deepseek2 deepseek2-ocr deepseek32 dots1 "\
                "exaone-moe glm-dsa glm4moe hy_v3 laguna mistral4 step35"   // see expert_ keys
-enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096,   // of arrays
-       MOST_NEXTN = FEW - 1 };
+enum { MOST_EXPERTS = 4096, MOST_GROUPS = 64, MOST_TAPS = 64, MOST_LATENT = 4096 };   // of arrays
 
 static const Key KEYS[] = {
     {"block_count", INT, CONFIG(n_layer), 1, 1 << 14, "all"},
@@ -2120,7 +2115,7 @@ static void load_gate(Loader *ld, Layer *w, int n_head, int vd);
 static void load_experts(Loader *ld, Layer *w), load_inputs(Loader *ld, Layer *w);
 static bool load_recurrent(Loader *ld, Layer *w), load_source(Loader *ld, Layer *w);
 static void load_latent(Loader *ld, Layer *w), derive_latent(Config *c, uint64_t flags);
-static void load_nextn(const Loader *all);
+static void load_nextn(Loader ld);
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
@@ -2356,8 +2351,8 @@ static const char *const IDLE_TENSORS[] = {"v.", "mm.", "a.", "s.", "cls.", "mtp
                                            "model.vision_tower.", "model.audio_tower."};
 
 // Is this a tensor of layer l (-1: none) that does not run? Besides IDLE_TENSORS those are tensors
-// that hold nothing, a layer's tensors for images, indexers (no text gets longer than n_exact), and
-// NVFP4's scales of activations. name: without the blk.N
+// that hold nothing, a layer's tensors for images, indexers (no text gets longer than n_exact),
+// NVFP4's scales of activations, and a nextn block's, which is idle then. name: without the blk.N
 static bool tensor_idle(Loader *ld, const Tensor *t, int l, const char *name) {
     const Config *c = &ld->m->config;
     Str rest = t->name;
@@ -2367,12 +2362,14 @@ static bool tensor_idle(Loader *ld, const Tensor *t, int l, const char *name) {
     if (l >= 0 && strstr(name, ".vis_")) return true;
     if (c->n_exact && strstr(name, ".indexer.")) return true;
     const char *scale = strstr(name, ".input_scale");
-    return scale && !strcmp(scale, ".input_scale");
-}
-
-static int tensor_layer(const Tensor *t) {   // -1: it is of no layer
-    Str rest = t->name;
-    return str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
+    if (scale && !strcmp(scale, ".input_scale")) return true;
+    bool nextn = l >= c->n_layer && l < c->n_layer + ld->hints.n_layer_mtp &&
+                 layer_tensor(ld, l, "nextn.eh_proj", ".weight");
+    if (nextn && l < c->n_layer + c->n_nextn) {
+        fail(&ld->m->nextn_idle, "tensor %.*s: unknown", STR_ARG(t->name));
+        ld->m->config.n_nextn = l - c->n_layer;   // this block is idle
+    }
+    return nextn;
 }
 
 // Refuses a file with a tensor that nothing used and that is not idle, and a file that lacks one.
@@ -2384,17 +2381,11 @@ static void check_tensors(Loader *ld) {
         int l = str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
         char name[100];
         snprintf(name, sizeof name, "%.*s", (int)rest.n, rest.s);
-        if (t->used && l >= 0 && l < c->n_layer) check_neighbours(ld, l, strchr(name, '.') + 1);
         if (!strncmp(name, "mtp.", 4)) fail(&ld->m->nextn_idle, "tensor %s: unknown", name);
-        if (t->used || tensor_idle(ld, t, l, name)) continue;
-        if (l < c->n_layer || l >= c->n_layer + ld->hints.n_layer_mtp ||
-            !layer_tensor(ld, l, "nextn.eh_proj", ".weight"))
+        if (t->used && l >= 0 && l < c->n_layer) check_neighbours(ld, l, strchr(name, '.') + 1);
+        else if (!t->used && !tensor_idle(ld, t, l, name))
             refuse(ld, "tensor %.*s: no part of a %s model of %d layers, as the engine knows it",
                    STR_ARG(t->name), c->name, c->n_layer);
-        else if (l < c->n_layer + c->n_nextn) {
-            fail(&ld->m->nextn_idle, "tensor %.*s: unknown", STR_ARG(t->name));
-            ld->m->config.n_nextn = l - c->n_layer;
-        }
     }
     bool experts = false;
     for (int l = 0; l < c->n_layer; l++) experts |= ld->m->layers[l].router.data != NULL;
@@ -2595,13 +2586,13 @@ static bool weights_load(Model *m, Error *e) {
     m->dense[0] = load_matrix(&ld, "dense_2", c->dim, 0, 1);
     m->dense[1] = load_matrix(&ld, "dense_3", m->dense[0].rows, 0, 1);
     if (c->per_layer) load_inputs(&ld, NULL);
-    m->layers = calloc((size_t)c->n_layer * c->n_loops + MOST_NEXTN, sizeof *m->layers);
+    m->layers = calloc(c->n_layer * (size_t)c->n_loops + ld.hints.n_layer_mtp, sizeof *m->layers);
     if (!m->layers) refuse(&ld, "out of memory");
     for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) {
         snprintf(ld.prefix, sizeof ld.prefix, "blk.%d.", ld.l);
         load_layer(&ld, &m->layers[ld.l]);
     }
-    if (ld.ok) load_nextn(&ld);
+    if (ld.ok) load_nextn(ld);
     if (ld.ok) check_tensors(&ld);
     if (ld.ok) repeat_layers(m, ld.hints.loops_bare);
     const Meta *never = gguf_find(m->gguf, "tokenizer.ggml.suppress_tokens");
@@ -3770,52 +3761,45 @@ static void add_layer_input(Session *s) {
 
 // ---- 22b. further tokens (arXiv 2412.19437, 2.2) ----
 //
-// Some files have a block behind the layers that predicts the token after the next ("nextn", or
-// multi-token prediction, MTP). The state h of a token is the row that `output` multiplies. For a
-// token at p with the embedding e, and the state h of the token before it:
+// Behind the layers some files have a block that predicts the token after the next ("nextn",
+// multi-token prediction, MTP). The state h of a token is what `output` multiplies. For the token
+// at p, with the embedding e, and the state h of the token before it:
 //
-//   x      = joint * [norm(e); norm(h)]     [dim], of [2 * dim]
-//   x      passes the block, a layer with a cache of its own, at p
-//   h'     = norm(x)                        [dim]
-//   logits = output * h'                    of the token at p + 1
+//   x  = joint * [norm(e); norm(h)]     passes the block, a layer with a cache of its own, at p
+//   h' = norm(x)                        logits of the token at p + 1 = output * h'
 //
-// With h' for h, the block guesses on. (Step 3.5 has a block for each guess, and h is the stream
-// itself.) The layers check each guess, so a row that is missing in the cache makes guesses worse,
-// and no more. The rows of guesses are made again when their states are known.
-
-enum { GUESSED_IDS = 1 << 16 };   // the most frequent ones: the output takes most of the time
+// With h' for h the block guesses on. (Step 3.5: each guess has a block, and h is the stream.) As
+// the layers check guesses, a row that the cache lacks makes guesses worse, and no more.
 
 // Loads the blocks. What is not known of one leaves it idle.
-static void load_nextn(const Loader *all) {
-    Loader ld = *all;
+static void load_nextn(Loader ld) {
     Model *m = ld.m;
     Config *c = &m->config;
-    int dim = c->dim, end = c->n_layer + smaller(ld.hints.n_layer_mtp, MOST_NEXTN);
     ld.e = &m->nextn_idle;
-    for (ld.l = c->n_layer; ld.l < end && ld.ok; ld.l++) {
-        Layer *w = &m->layers[ld.l];
+    for (int i = 0; i < ld.hints.n_layer_mtp && ld.ok; i++) {
+        Layer *w = &m->layers[ld.l = c->n_layer + i];
         if (!layer_tensor(&ld, ld.l, "nextn.eh_proj", ".weight")) return;
         load_layer(&ld, w);
         if (ld.arch->no_rope != 1) w->rotated = w->n_rot > 0;   // whatever its place (Cohere 2)
-        w->joint = load_matrix(&ld, "nextn.eh_proj", 2 * dim, dim, 1);
-        w->embd_norm = load_norm(&ld, "!nextn.enorm", 1, dim);
-        w->state_norm = load_norm(&ld, "!nextn.hnorm", 1, dim);
-        w->out_norm = load_norm(&ld, "nextn.shared_head_norm", 1, dim);
-        if (!w->out_norm.w) w->out_norm = load_norm(&ld, "layer_output_norm", 1, dim);   // MiMo 2
+        w->joint = load_matrix(&ld, "nextn.eh_proj", 2 * c->dim, c->dim, 1);
+        w->embd_norm = load_norm(&ld, "!nextn.enorm", 1, c->dim);
+        w->state_norm = load_norm(&ld, "!nextn.hnorm", 1, c->dim);
+        w->out_norm = load_norm(&ld, "nextn.shared_head_norm", 1, c->dim);
+        if (!w->out_norm.w) w->out_norm = load_norm(&ld, "layer_output_norm", 1, c->dim);   // MiMo
         if (!w->out_norm.w) w->out_norm = m->out_norm;
-        w->embd = load_matrix(&ld, "nextn.embed_tokens", dim, m->embd.rows, 1);
+        w->embd = load_matrix(&ld, "nextn.embed_tokens", c->dim, m->embd.rows, 1);
         if (!w->embd.data) w->embd = m->embd;
-        w->output = load_matrix(&ld, "nextn.shared_head_head", dim, c->n_vocab, 1);
+        w->output = load_matrix(&ld, "nextn.shared_head_head", c->dim, c->n_vocab, 1);
         if (!w->output.data) w->output = m->output;
-        w->output = matrix_rows(w->output, 0, smaller(c->n_vocab, GUESSED_IDS));
+        // the first ids are frequent, and all of them would take most of a guess's time
+        w->output = matrix_rows(w->output, 0, smaller(c->n_vocab, 1 << 16));
         if (!w->n_kv || w->mixer || !w->up.data || c->n_loops > 1 || c->per_layer || !c->causal)
             refuse(&ld, "block %d: unlike a causal layer with attention and an FFN", ld.l);
         if (ld.ok) c->n_nextn++;
     }
 }
 
-// The state of a position. There is room for those of a chunk.
-static float *state_at(const Session *s, int pos) {
+static float *state_at(const Session *s, int pos) {   // there is room for those of a chunk
     return s->states + (size_t)(pos % s->o.chunk) * s->m->config.dim;
 }
 
@@ -3826,10 +3810,10 @@ static void keep_state_row(Session *s, const void *arg, size_t i) {
     else norm(state_at(s, s->pos + i), x, c->dim, &s->m->out_norm, c->norm, c->eps);
 }
 
-static void pair_row(Session *s, const void *arg, size_t i) {   // [norm(e); norm(h)]
+static void pair_row(Session *s, const void *arg, size_t i) {   // to s->normed and behind it s->out
     const Layer *w = arg;
     const Config *c = &s->m->config;
-    float *pair = s->pairs + 2 * i * c->dim;
+    float *pair = s->normed + 2 * i * c->dim;
     matrix_row(&w->embd, s->ids[i], pair);
     norm(pair, pair, c->dim, &w->embd_norm, c->norm, c->eps);
     norm(pair + c->dim, state_at(s, s->pos + i - 1), c->dim, &w->state_norm, c->norm, c->eps);
@@ -3837,17 +3821,20 @@ static void pair_row(Session *s, const void *arg, size_t i) {   // [norm(e); nor
 
 // n tokens at pos .. pos+n-1 pass a block, which leaves x in s->x
 static void nextn_forward(Session *s, int block, const int32_t *ids, int n, int pos) {
-    s->l = s->m->config.n_layer + block;
-    const Layer *w = &s->m->layers[s->l];
+    const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l = c->n_layer + block];
     if (ids && gpu_nextn(s, block, ids, n, pos)) return;
-    begin_chunk(s, ids, n, pos);
+    s->ids = ids;
+    s->n = n;
+    s->pos = pos;
+    each_row(s, angles_row, c, n);
     each_row(s, pair_row, w, n);
-    product(s, &w->joint, s->pairs, s->x);
+    product(s, &w->joint, s->normed, s->x);
     forward_layer(s);
 }
 
-// Tokens below `end` pass the blocks, unless they have: before their states would be overwritten,
-// and when a guess is wanted. From s->nextn_pos on they have not. The first block runs last.
+// Tokens below `end` that have not passed the blocks do, from s->nextn_pos on: before states would
+// be overwritten, and when a guess is wanted. The first block is the last to run.
 static void nextn_follow(Session *s, const int32_t *ids, int end) {
     int pos = s->nextn_pos, block = s->n_cache - s->m->config.n_layer;
     if (pos >= end) return;
@@ -3860,16 +3847,14 @@ static void nextn_follow(Session *s, const int32_t *ids, int end) {
 static int32_t nextn_best(Session *s, double *chance) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
-    const float *x = s->x + (size_t)(s->n - 1) * c->dim;
-    float *h = state_at(s, s->pos + s->n - 1), *logits = s->logits;
-    int best = 0;
+    int last = s->n - 1, best = 0, kind = c->nextn_layer_norm ? NORM_LAYER : c->norm;
+    const float *x = s->x + (size_t)last * c->dim, *logits = s->logits;
     double sum = 0;
     if (gpu_best(s, &best, chance)) return best;
-    norm(h, x, c->dim, &w->out_norm, c->nextn_layer_norm ? NORM_LAYER : c->norm, c->eps);
-    matmul(s->pool, &s->op_scratch, &(Matmul){&w->output, h, logits, 1}, 1);
-    if (c->nextn_raw) memcpy(h, x, c->dim * sizeof *x);
-    for (int i = 1; i < w->output.rows; i++)
-        if (logits[i] > logits[best]) best = i;
+    norm(s->normed, x, c->dim, &w->out_norm, kind, c->eps);
+    matmul(s->pool, &s->op_scratch, &(Matmul){&w->output, s->normed, s->logits, 1}, 1);
+    memcpy(state_at(s, s->pos + last), c->nextn_raw ? x : s->normed, c->dim * sizeof *x);
+    for (int i = 1; i < w->output.rows; i++) best = logits[i] > logits[best] ? i : best;
     for (int i = 0; i < w->output.rows; i++)
         sum += exp_fast((logits[i] - logits[best]) * c->logit_scale);
     *chance /= sum;   // exp(0) / sum
@@ -3956,25 +3941,22 @@ static void plan_scratch(Session *s, Arena *a) {
     int n_rot[] = {[FULL] = c->n_rot, [WINDOWED] = c->n_rot_local};
     uint64_t n = s->o.chunk, f = sizeof(float), op_scratch = count_op_scratch(s);
     Widths most = {0};
-    uint64_t guessing = s->n_cache > c->n_layer ? n * c->dim : 0;
     for (int l = 0; l < s->n_cache; l++) widen(&most, c, &s->m->layers[l]);
     s->op_scratch.base = arena_take(a, 1, op_scratch);
     s->op_scratch.size = op_scratch;
     s->x = arena_take(a, n * c->dim, f);
     s->normed = arena_take(a, n * c->dim, f);
-    s->out = arena_take(a, n * c->dim, f);
+    s->out = arena_take(a, n * c->dim, f);   // behind normed, see pair_row
     s->inputs = arena_take(a, n * c->n_layer * c->per_layer, f);
     for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * n_rot[i], f);
     for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, n_rot[i] / 2, sizeof(double));
     s->slopes = arena_take(a, c->n_head, f);
     s->n_index = s->o.draft > 0 ? larger(2 * (uint64_t)s->o.window, 4096) : 0;
     s->index = arena_take(a, s->n_index, sizeof *s->index);
-    s->states = arena_take(a, guessing, f);
+    s->states = arena_take(a, s->n_cache > c->n_layer ? n * c->dim : 0, f);
     // SmallThinker routes before attention
     s->route = arena_take(a, n * larger(c->n_expert, 1), f);
-    uint64_t start = a->used;
-    s->pairs = arena_take(a, 2 * guessing, f);
-    a->used = start;            // 1: attention or another mixer
+    uint64_t start = a->used;   // 1: attention or another mixer
     s->q = arena_take(a, n * most.q, f);
     s->k = arena_take(a, n * most.k, f);
     s->v = arena_take(a, n * most.v, f);
@@ -8407,14 +8389,13 @@ static int guesses_fit(const Session *s, int n, int most) {
 // the guesses of a pass
 typedef struct {
     int run, stood;            // how many run; how many of them are what was drawn
-    bool looked_up, drafted;   // they come from the text, or from a nextn block, which may have none
-    int32_t hint;              // lookup's first guess, whether it runs or not; -1: none
-    bool hit;                  // the hint was drawn
+    bool looked_up, drafted;   // they come from the text; nextn blocks were asked for them
+    int32_t hint;              // lookup's first guess, even if it does not run; -1: none
     int most;                  // guesses by lookup that may run
 } Guesses;
 
-// Writes at most `most` guesses of nextn blocks behind the text, and returns how many: it ends where
-// it gets unlikely that all stand. If there are several blocks, each makes one guess.
+// Writes guesses of nextn blocks behind the text until it gets unlikely that all stand. Returns how
+// many. If there are several blocks, each makes one guess.
 static int draft_ids(Session *s, int n, int most) {
     int n_block = s->n_cache - s->m->config.n_layer;
     int32_t *text = s->history.id;
@@ -8422,27 +8403,25 @@ static int draft_ids(Session *s, int n, int most) {
     if (n_block > 1) most = smaller(most, n_block);
     nextn_follow(s, text, n);   // the last row makes the first guess
     for (int k = 0; k < most; k++) {
-        int from = n_block > 1 ? n : n + k - 1;   // this block has not seen the guesses from here on
-        if (k) nextn_forward(s, n_block > 1 ? k : 0, text + from, n + k - from, from);
+        int block = n_block > 1 ? k : 0, from = block ? n : n + k - 1;   // which it has not seen
+        if (k) nextn_forward(s, block, text + from, n + k - from, from);
         text[n + k] = nextn_best(s, &chance);
         if (!(chance >= 0.4)) return k;   // nor if it is NaN
     }
     return most;
 }
 
-// May nextn blocks guess? `loss` is what guesses cost lately, less what they saved, in parts of
-// which a token has 16: a try costs one, and so does each guess that runs. From 8 on blocks rest,
-// for 4, 12, 28, ... passes as long as no guess stands, and have two tries in between.
+// May nextn blocks guess? `loss` is what guesses cost lately, less what they saved: a token is 16,
+// a try costs one, each guess that runs another one. From 8 on they rest for 4, 12, 28, ... passes,
+// with two tries in between, until a guess stands.
 static bool nextn_pays(Session *s, const Guesses *g) {
-    if (s->n_cache == s->m->config.n_layer) return false;
-    if (g->drafted) s->loss += 1 + g->run - 16 * g->stood;
+    if (g->drafted) s->loss = fmax(s->loss + 1 + g->run - 16 * g->stood, -32);
     if (g->drafted && g->stood) s->pause = 0;
-    if (s->loss < -32) s->loss = -32;
     if (s->loss >= 8) {
         s->rest = s->pause = smaller(2 * s->pause + 4, 512);
         s->loss = 6;
     }
-    return s->rest == 0 || s->rest-- == 0;
+    return s->n_cache > s->m->config.n_layer && (s->rest == 0 || s->rest-- == 0);
 }
 
 // Writes the next guesses behind the text, n tokens of the history; `left` ids may still follow
@@ -8450,8 +8429,9 @@ static bool nextn_pays(Session *s, const Guesses *g) {
 // stood. Where none may run, the next hint tells when the text repeats itself. Where lookup has
 // nothing to run, nextn blocks guess.
 static void guess_next(Session *s, Guesses *g, int n, int left) {
-    int stood = g->looked_up ? g->stood : g->hit, tried = g->looked_up ? g->run : 1;
-    if (g->hint >= 0 && stood < tried) g->most = stood;
+    bool hit = s->history.id[n - 1 - g->stood] == g->hint;   // as first of those drawn
+    if (g->looked_up && g->stood < g->run) g->most = g->stood;
+    else if (g->hint >= 0 && !hit) g->most = 0;
     else if (g->hint >= 0) g->most = smaller(2 * g->most + 1, s->o.draft);
     int most = guesses_fit(s, n, left < 0 ? s->o.draft : smaller(s->o.draft, left - 1));
     int run = smaller(g->most, most);
@@ -8485,7 +8465,6 @@ static bool generate_guessing(Session *s, const int32_t *ids, int n, int n_predi
             int32_t id = session_sample(s, row);
             ends = token_is_eog(s->m->tokenizer, id) || !on_token.fn(on_token.ctx, id) ||
                    ++made == n_predict;
-            if (k == 0) g.hit = id == g.hint;
             if (k < g.run && *next == id) g.stood++;
             *next = id;
         }
@@ -9180,11 +9159,12 @@ static double token_bytes(const Session *s, int pos) {
     const Config *c = &m->config;
     double sum = 0;
     for (const Tensor *t = m->gguf->tensors; t < m->gguf->tensors + m->gguf->n_tensors; t++) {
-        if (!t->used || tensor_layer(t) >= c->n_layer) continue;
+        Str rest = t->name;
+        if (!t->used || (str_cut(&rest, "blk.") && atoi(rest.s) >= c->n_layer)) continue;
         bool row = t->data == m->pos_embd.data || t->data == m->embd.data ||
                    t->data == m->layer_embd.data;
         bool experts = memmem(t->name.s, t->name.n, "_exps.", 6);
-        double times = tensor_layer(t) < 0 ? 1 : c->n_loops;
+        double times = rest.n < t->name.n ? c->n_loops : 1;   // of a layer
         if (experts) times *= (double)c->n_used / c->n_expert;
         if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
         else sum += tensor_bytes(t) * times;
@@ -9647,15 +9627,14 @@ static bool print_info(Cli *cli) {
         printf("; the file has %d, which run %d times", c->n_layer / c->n_loops, c->n_loops);
     putchar('\n');
     double weights = 0, nextn = 0, moved = token_bytes(s, 0), rate = 0;
-    for (size_t i = 0; i < m->gguf->n_tensors; i++) {
-        const Tensor *t = &m->gguf->tensors[i];
+    for (const Tensor *t = m->gguf->tensors; t < m->gguf->tensors + m->gguf->n_tensors; t++) {
+        Str rest = t->name;
         weights += tensor_bytes(t);
-        if (tensor_layer(t) >= c->n_layer) nextn += tensor_bytes(t);
+        if (str_cut(&rest, "blk.") && atoi(rest.s) >= c->n_layer) nextn += tensor_bytes(t);
     }
     if (c->n_nextn)
-        printf("guesses: %d nextn (MTP) block%s of %.1f MB, ids below %d\n", c->n_nextn,
-               c->n_nextn > 1 ? "s, one a guess," : "", nextn / 1048576,
-               (int)m->layers[c->n_layer].output.rows);
+        printf("nextn (MTP) blocks: %d, of %.1f MB, guess ids below %d\n", c->n_nextn,
+               nextn / 1048576, (int)m->layers[c->n_layer].output.rows);
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
            weights / 1048576, s->kv.size / 1048576.0, s->o.window, s->scratch.size / 1048576.0);
     if (s->gpu) printf("on the GPU: %.1f MB, chunks of %d\n", gpu_bytes(s) / 1048576, s->o.chunk);

@@ -153,7 +153,7 @@ struct Device {
     DRIVER(X) COMPILER(X)
 #undef X
     void *context, *stream;
-    // [n] the launches of n tokens whose tokens_key is `key`, or NULL; [FEW + n] those of a block
+    // [n] the launches of n tokens whose tokens_key is `key`, or NULL; [FEW + n] in a nextn block
     void *graph[2 * FEW + 1];
     uint64_t key[2 * FEW + 1], last[2 * FEW + 1];   // last: of the latest n tokens without a graph
     int n;                      // the launches of n tokens are captured
@@ -422,8 +422,8 @@ static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context);
 // Launches the graph of an earlier pass of n tokens, if it has the same key: it begins dispatches
 // sooner than calls do. Else returns false. Then the pass is captured as a graph if n is 1, or if
 // the latest pass of n tokens without a graph had this key. (A graph costs as much as a pass, and
-// guesses have many lengths.) A chunk has n = 0: its launches are calls. For nextn blocks n counts
-// from FEW on.
+// guesses have many lengths.) A chunk has n = 0: its launches are calls. Of a nextn block n has FEW
+// more.
 static bool device_again(Gpu *g, int n, uint64_t key) {
     Device *d = g->device;
     d->few = n > 0;
@@ -841,8 +841,8 @@ static int gemm_tokens(int n) {   // in a tile, for n tokens
 // What is done with a product and its bias, or with a norm's result, see finish in kernels.metal:
 // it is multiplied by factor, and kind says how it meets `other`. softcap and limit (of what is
 // stored, or of the GLU's two factors) are a product's; the result of a norm is multiplied by
-// scale, too. A norm's results may lie `step` apart; its input or its results may be s->states from
-// the position `from` or `to` behind the pass's first one on. 0: there is none.
+// scale, too, and they lie `step` apart; its rows (from) or results (to) may be states of positions
+// that lie so far behind the pass's first, in s->states. 0: there is none.
 typedef struct {
     int kind;
     const float *other;
@@ -1602,31 +1602,30 @@ static void run_output(Session *s, int first, int n) {
                            .softcap = c->logit_cap});
 }
 
-// Keeps n states of positions from the pass's `first` on, for nextn blocks: norm(x), or x itself.
+// keeps norm(x), or x itself, as states of n positions from the `first` of this pass on
 static void run_states(Session *s, const float *x, const Norm *w, int first, int n) {
     run_norm(s, x, w, s->m->config.norm, s->m->config.dim, s->states, n,
-             (Epilogue){.kind = EPILOGUE_STORE, .factor = 1, .to = s->o.chunk + first});
+             (Epilogue){.factor = 1, .to = s->o.chunk + first});
 }
 
-// Layer l, a nextn block, as nextn_forward and nextn_best: n tokens pass it, and the last one's
-// logits, as far as the block guesses ids, come down to their best.
+// nextn_forward and nextn_best, but for what is left to gpu_best; l: the block's layer
 static void run_nextn(Session *s, int l, int n) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[l];
     const Matrix none = {0}, *embd[3] = {&w->embd, &none, &none};
     float *x = s->x + (size_t)(n - 1) * c->dim, *h = s->normed;   // of the last token
+    int kind = c->nextn_layer_norm ? NORM_LAYER : c->norm;
     struct best_args a = {w->output.rows};
-    Epilogue pair = STORE, before = STORE, scaled = STORE;
-    pair.step = before.step = 2 * c->dim;
+    Epilogue pair = {.factor = 1, .step = 2 * c->dim}, before = pair;
+    Epilogue scaled = {.factor = c->logit_scale};
     before.from = s->o.chunk - 1;
-    scaled.factor = c->logit_scale;
-    run_embed(s, embd, 1, s->out, n);
-    run_norm(s, s->out, &w->embd_norm, c->norm, c->dim, s->pairs, n, pair);
-    run_norm(s, s->states, &w->state_norm, c->norm, c->dim, s->pairs + c->dim, n, before);
+    run_embed(s, embd, 1, s->x, n);
+    run_norm(s, s->x, &w->embd_norm, c->norm, c->dim, s->normed, n, pair);
+    run_norm(s, s->states, &w->state_norm, c->norm, c->dim, s->normed + c->dim, n, before);
     s->l = l;
-    run_product(s, &w->joint, (Input){s->pairs, NULL}, s->x, n, STORE);
+    run_product(s, &w->joint, (Input){s->normed, NULL}, s->x, n, STORE);
     run_layer(s, w, n);
-    run_norm(s, x, &w->out_norm, c->nextn_layer_norm ? NORM_LAYER : c->norm, c->dim, h, 1, STORE);
+    run_norm(s, x, &w->out_norm, kind, c->dim, h, 1, STORE);
     run_product(s, &w->output, (Input){h, NULL}, s->logits, 1, scaled);
     // a whole chunk ends where the state before it stands, which blocks that run later still read
     if (l == c->n_layer || n < s->o.chunk) run_states(s, c->nextn_raw ? x : h, NULL, n - 1, 1);
@@ -1634,9 +1633,8 @@ static void run_nextn(Session *s, int l, int n) {
                {0});
 }
 
-// Sends what a pass of n tokens through layers `from` to end-1 reads besides weights and caches.
-// The rows of the caches get their positions, but not in a warm-up, which has no ids: then no query
-// ever sees these rows.
+// Sends what a pass of n tokens reads besides weights and caches. The rows of caches `from` to
+// end-1 get their positions, but not in a warm-up, which has no ids: then no query ever sees them.
 static void send_tokens(Session *s, const int32_t *ids, int n, int pos, int from, int end) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
@@ -1684,8 +1682,8 @@ static void run_layers(Session *s, int n) {
         run_states(s, s->x, c->nextn_raw ? NULL : &m->out_norm, 0, n);
 }
 
-// a hash of all that changes the dispatches of up to FEW tokens: equal keys, equal dispatches; they
-// pass layers `from` to end-1
+// a hash of all that changes the dispatches of up to FEW tokens through layers `from` to end-1:
+// equal keys, equal dispatches
 static uint64_t tokens_key(const Session *s, int n, int rows, int from, int end) {
     uint64_t key = (rows * (FEW + 1) + n) * 0x100000001b3 + from;
     for (int l = from; l < end; l++) {
@@ -1789,8 +1787,8 @@ static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
 // gpu_chunk finds a GPU and says how long a chunk it takes; then gpu_open shares all memory with it
 // and compiles the kernels. Either closes the GPU if it fails.
 
-// What the GPU cannot run in these layers, or NULL: heads too wide for registers or no multiple of 4,
-// which holds for KDA's alpha_a, too; a layer's scale or own inputs if the layer does not end with
+// What the GPU cannot run of layers from .. end-1, or NULL: heads too wide for registers or no
+// multiple of 4, which holds for KDA's alpha_a, too; a layer's scale or own inputs if the layer does not end with
 // a norm, or the scale is 0; post-norms without an FFN; scales and biases of latent heads; a QK
 // norm over all heads after RoPE; that, or a limit, where queries have gates; a convolution over
 // more than two threads' tokens; tensors that are not aligned to 16 bytes
