@@ -316,7 +316,8 @@ enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
 // The geometry of the launches
 enum {
     SIMD_LANES = 32,                                  // threads in a SIMD-group
-    UNIT_SIMDGROUPS = 4,                              // of rope, delta_*, latent_row
+    UNIT_SIMDGROUPS = 4,                              // of rope, delta_*, latent_row, best_ids
+    BEST_IDS = 512,                                   // of a SIMD-group
     NORM_THREADS = 256, SORT_THREADS = 1024,          // at most
     MERGE_THREADS = 128, BLOCK_THREADS = 1024,
     GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a unit has at most 4 rows
@@ -368,7 +369,10 @@ struct embed_args { struct kernel_matrix w[3]; int32_t cols; };
 struct norm_args {
     int32_t cols, groups;                  // weights are w[groups][cols]: row r has w[r % groups]
     float eps, factor, scale;              // factor: before the epilogue; scale: after it
-};
+    int32_t step;                          // from a result to the next
+    int32_t ring, from, to;                // from, to: x, y is a ring of rows by position, of which
+};                                         // row 0 of the grid has that of NOW_POS and so many more
+struct best_args { int32_t n; };
 struct input_args { int32_t n, cols, step; };
 struct halve_args { int32_t cols, step; };
 struct finish_args { float softcap, limit, alpha_n, alpha_p, beta, eps; };   // the last: xIELU's
@@ -973,13 +977,17 @@ kernel void embed(device const uchar *w, device const uchar *positions,
 
 // y[n][cols] = z / sqrt(mean(z * z) + eps) * w + bias, where z = x for RMSNorm, and x - mean(x) if
 // CENTRED. An epilogue follows, because Gemma adds a normed result to x, and the delta rule has a
-// gate. Grid: a threadgroup for each row. Bound by memory: 4 FLOP a value, for 3 or 4 floats.
+// gate. Without NORMED it copies x. Grid: a threadgroup for each row. Bound by memory: 4 FLOP a
+// value, for 3 or 4 floats.
 kernel void norm(device const float *x, device const float *w, device const float *bias,
-        device const float *other, device float *y, constant struct norm_args *a, PLACE) {
+        device const float *other, device float *y, device const int *now,
+        constant struct norm_args *a, PLACE) {
     ulong at = (ulong)tg * a->cols;
-    int own = tg % a->groups * a->cols;
-    x += at;
-    float mean, scale = norm_scale(x, a->cols, a->eps, shared, nsg, sg, lane, &mean);
+    int own = tg % a->groups * a->cols, pos = a->ring ? now[NOW_POS] + (int)tg : 0;
+    x += a->from ? (ulong)((pos + a->from) % a->ring) * a->cols : at;
+    y += (ulong)(a->to ? (pos + a->to) % a->ring : (int)tg) * a->step;
+    float mean = 0.0f, scale = 1.0f;
+    if (NORMED) scale = norm_scale(x, a->cols, a->eps, shared, nsg, sg, lane, &mean);
     for (int i = 4 * (int)tid; i < a->cols; i += 4 * nsg * SIMD_LANES) {
         float4 v = four_floats(x, i, a->cols), before = {0.0f, 0.0f, 0.0f, 0.0f};
         if (has_other()) before = four_floats(other + at, i, a->cols);
@@ -987,10 +995,33 @@ kernel void norm(device const float *x, device const float *w, device const floa
         if (NORMED & NORM_WEIGHTS) v = v * four_floats(w + own, i, a->cols);
         if (NORMED & NORM_BIAS) v = v + four_floats(bias + own, i, a->cols);
         for (int e = 0; e < 4 && i + e < a->cols; e++) {
-            finish(&y[at + i + e], v[e] * a->factor, 0, before[e]);
-            if (a->scale != 1.0f) y[at + i + e] *= a->scale;
+            finish(&y[i + e], v[e] * a->factor, 0, before[e]);
+            if (a->scale != 1.0f) y[i + e] *= a->scale;
         }
     }
+}
+
+// best[..][3]: of each BEST_IDS of n logits the best, its id (of equals the first), and the sum of
+// exp(logit - best). Grid: a SIMD-group for each of these.
+kernel void best_ids(device const float *logits, device float *best, constant struct best_args *a,
+        PLACE) {
+    int unit = tg * nsg + sg, first = unit * BEST_IDS, end = min(a->n, first + BEST_IDS);
+    int id = first;
+    float top = -3e38f, sum = 0.0f;
+    if (first >= a->n) return;
+    for (int i = first + (int)lane; i < end; i += SIMD_LANES) {
+        if (!(logits[i] > top)) continue;
+        top = logits[i];
+        id = i;
+    }
+    float most = simd_max(top);
+    id = simd_min(top == most ? id : end);
+    for (int i = first + (int)lane; i < end; i += SIMD_LANES) sum += exp(logits[i] - most);
+    sum = simd_sum(sum);
+    if (lane > 0) return;
+    best[3 * unit] = most;
+    best[3 * unit + 1] = id;
+    best[3 * unit + 2] = sum;
 }
 
 // gate[n][cols]: gate[t] = activation(gate[t]) * this layer's inputs of token t, which lie `step`

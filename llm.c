@@ -472,6 +472,8 @@ static void gpu_open(Session *s), gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
 static void gpu_store(Session *s, bool states);   // after the CPU wrote positions, and states
+static bool gpu_nextn(Session *s, int block, const int32_t *ids, int n, int pos);   // passes it
+static bool gpu_best(const Session *s, int32_t *id, double *chance);   // what nextn_best finds then
 
 // ---- 5. ops ----
 //
@@ -884,7 +886,6 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     s->pool = pool_open(s->o.threads);
     if (!s->pool) return fail(e, "cannot start %d threads", s->o.threads);
     int chunk = o.cpu ? 0 : gpu_chunk(s);
-    if (s->gpu) s->n_cache = c->n_layer;
     if (!s->o.chunk) s->o.chunk = chunk ? chunk : 512;
     if (!place_plan(s, plan_caches, &s->kv, "KV cache; try a smaller -c", e) ||
         !place_plan(s, plan_scratch, &s->scratch, "scratch; try a smaller -b", e))
@@ -3793,6 +3794,7 @@ static void pair_row(Session *s, const void *arg, size_t i) {   // to s->normed 
 static void nextn_forward(Session *s, int block, const int32_t *ids, int n, int pos) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l = c->n_layer + block];
+    if (ids && gpu_nextn(s, block, ids, n, pos)) return;
     s->ids = ids;
     s->n = n;
     s->pos = pos;
@@ -3818,6 +3820,7 @@ static int32_t nextn_best(Session *s, double *chance) {
     int last = s->n - 1, best = 0, kind = c->nextn_layer_norm ? NORM_LAYER : c->norm;
     const float *x = s->x + (size_t)last * c->dim, *logits = s->logits;
     double sum = 0;
+    if (gpu_best(s, &best, chance)) return best;
     norm(s->normed, x, c->dim, &w->out_norm, kind, c->eps);
     matmul(s->pool, &s->op_scratch, &(Matmul){&w->output, s->normed, s->logits, 1}, 1);
     memcpy(state_at(s, s->pos + last), c->nextn_raw ? x : s->normed, c->dim * sizeof *x);
@@ -8170,6 +8173,8 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
 static bool gpu_logits(Session *s, int i, int n) { return false; }
 static void gpu_fetch(Session *s, void *p, size_t n) {}
 static void gpu_store(Session *s, bool states) {}
+static bool gpu_nextn(Session *s, int b, const int32_t *ids, int n, int pos) { return false; }
+static bool gpu_best(const Session *s, int32_t *id, double *chance) { return false; }
 static bool gpu_copy(Session *s, float *to, const float *from, size_t n) { return false; }
 static UNUSED double gpu_rate(Session *s, void *p, size_t n) { return 0; }
 static UNUSED double gpu_bytes(const Session *s) { return 0; }

@@ -74,6 +74,7 @@ typedef struct Gpu {
     float *inputs;              // [chunk][n_layer][per_layer]
     float *packed;              // what ring_inputs makes of the inputs of a few tokens
     float *parts;               // [FEW][n_head][slices][vd + 2] of a long ring, see Spread
+    float *best;                // [ids / BEST_IDS][3] of a nextn block's logits, see best_ids
     int sure;                   // tokens of the last pass before its guesses
     bool dry;                   // what is encoded will not run
     char why[300];              // what went wrong first, or empty
@@ -153,8 +154,9 @@ struct Device {
     DRIVER(X) COMPILER(X)
 #undef X
     void *context, *stream;
-    void *graph[FEW + 1];       // [n] the launches of n tokens whose tokens_key is `key`, or NULL
-    uint64_t key[FEW + 1], last[FEW + 1];   // last: of the latest n tokens without a graph
+    // [n] the launches of n tokens whose tokens_key is `key`, or NULL; [FEW + n] in a nextn block
+    void *graph[2 * FEW + 1];
+    uint64_t key[2 * FEW + 1], last[2 * FEW + 1];   // last: of the latest n tokens without a graph
     int n;                      // the launches of n tokens are captured
     bool records;               // launches are captured for the graph
     bool few;                   // launches are those of a few tokens
@@ -421,13 +423,14 @@ static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context);
 // Launches the graph of an earlier pass of n tokens, if it has the same key: it begins dispatches
 // sooner than calls do. Else returns false. Then the pass is captured as a graph if n is 1, or if
 // the latest pass of n tokens without a graph had this key. (A graph costs as much as a pass, and
-// guesses have many lengths.) A chunk has n = 0: its launches are calls.
+// guesses have many lengths.) A chunk has n = 0: its launches are calls. Of a nextn block n has FEW
+// more.
 static bool device_again(Gpu *g, int n, uint64_t key) {
     Device *d = g->device;
     d->few = n > 0;
     if (!n || g->why[0]) return false;
     if (d->graph[n] && d->key[n] == key) return cuda(g, cuGraphLaunch, d->graph[n], d->stream);
-    bool captures = n == 1 || d->last[n] == key;
+    bool captures = n % FEW == 1 || d->last[n] == key;
     d->last[n] = key;
     if (!captures) return false;
     d->records = cuda(g, cuStreamBeginCapture_v2, d->stream, CAPTURE_RELAXED);
@@ -839,8 +842,14 @@ static int gemm_tokens(int n) {   // in a tile, for n tokens
 // What is done with a product and its bias, or with a norm's result, see finish in kernels.metal:
 // it is multiplied by factor, and kind says how it meets `other`. softcap and limit (of what is
 // stored, or of the GLU's two factors) are a product's; the result of a norm is multiplied by
-// scale, too. 0: there is none.
-typedef struct { int kind; const float *other; float factor, softcap, limit, scale; } Epilogue;
+// scale, too, and they lie `step` apart; its rows (from) or results (to) may be states of positions
+// that lie so far behind the pass's first, in s->states. 0: there is none.
+typedef struct {
+    int kind;
+    const float *other;
+    float factor, softcap, limit, scale;
+    int step, from, to;
+} Epilogue;
 static const Epilogue STORE = {.kind = EPILOGUE_STORE, .factor = 1};
 
 // rows of floats, and the RMSNorm that gemv is still to apply to them, or NULL
@@ -881,15 +890,19 @@ static int norm_bits(const Norm *w) {
     return !w ? 0 : NORM_ANY | (w->w != NULL) * NORM_WEIGHTS | (w->b != NULL) * NORM_BIAS;
 }
 
-// y[n][cols] = norm(x), with the epilogue; kind: a NORM_*
+// y[n][cols] = norm(x), or without w x itself, with the epilogue; kind: a NORM_*
 static void run_norm(Session *s, const float *x, const Norm *w, int kind, int cols, float *y, int n,
                      Epilogue e) {
+    const Norm none = {0};
+    int bits = norm_bits(w);
+    if (!w) w = &none;
     struct norm_args a = {.cols = cols, .groups = w->n > cols ? w->n / cols : 1,
                           .eps = w->eps > 0 ? w->eps : s->m->config.eps, .factor = e.factor,
-                          .scale = e.scale != 0 ? e.scale : 1};
-    run_kernel(s, a, "norm", {x, w->w, w->b, e.other, y}, 5, n,
+                          .scale = e.scale != 0 ? e.scale : 1, .step = e.step ? e.step : cols,
+                          .ring = e.from || e.to ? s->o.chunk : 0, .from = e.from, .to = e.to};
+    run_kernel(s, a, "norm", {x, w->w, w->b, e.other, y, s->gpu->now}, 6, n,
                threads_for(div_up(cols, 4), NORM_THREADS), NORM_FLOATS,
-               {[C_NORMED] = norm_bits(w), [C_CENTRED] = kind != NORM_RMS,
+               {[C_NORMED] = bits, [C_CENTRED] = kind != NORM_RMS,
                 [C_EPILOGUE] = e.kind, [C_RAGGED] = cols % 32 != 0});
 }
 
@@ -1603,9 +1616,40 @@ static void run_output(Session *s, int first, int n) {
                            .softcap = c->logit_cap});
 }
 
-// Sends what a pass of n tokens reads besides weights and caches. The rows of the caches get their
-// positions, but not in a warm-up, which has no ids: then no query ever sees these rows.
-static void send_tokens(Session *s, const int32_t *ids, int n, int pos) {
+// keeps norm(x), or x itself, as states of n positions from the `first` of this pass on
+static void run_states(Session *s, const float *x, const Norm *w, int first, int n) {
+    run_norm(s, x, w, s->m->config.norm, s->m->config.dim, s->states, n,
+             (Epilogue){.factor = 1, .to = s->o.chunk + first});
+}
+
+// nextn_forward and nextn_best, but for what is left to gpu_best; l: the block's layer
+static void run_nextn(Session *s, int l, int n) {
+    const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[l];
+    const Matrix none = {0}, *embd[3] = {&w->embd, &none, &none};
+    float *x = s->x + (size_t)(n - 1) * c->dim, *h = s->normed;   // of the last token
+    int kind = c->nextn_layer_norm ? NORM_LAYER : c->norm;
+    struct best_args a = {w->output.rows};
+    Epilogue pair = {.factor = 1, .step = 2 * c->dim}, before = pair;
+    Epilogue scaled = {.factor = c->logit_scale};
+    before.from = s->o.chunk - 1;
+    run_embed(s, embd, 1, s->x, n);
+    run_norm(s, s->x, &w->embd_norm, c->norm, c->dim, s->normed, n, pair);
+    run_norm(s, s->states, &w->state_norm, c->norm, c->dim, s->normed + c->dim, n, before);
+    s->l = l;
+    run_product(s, &w->joint, (Input){s->normed, NULL}, s->x, n, STORE);
+    run_layer(s, w, n);
+    run_norm(s, x, &w->out_norm, kind, c->dim, h, 1, STORE);
+    run_product(s, &w->output, (Input){h, NULL}, s->logits, 1, scaled);
+    // a whole chunk ends where the state before it stands, which blocks that run later still read
+    if (l == c->n_layer || n < s->o.chunk) run_states(s, c->nextn_raw ? x : h, NULL, n - 1, 1);
+    run_kernel(s, a, "best_ids", {s->logits, s->gpu->best}, 2, UNITS(div_up(a.n, BEST_IDS)), 0,
+               {0});
+}
+
+// Sends what a pass of n tokens reads besides weights and caches. The rows of caches `from` to
+// end-1 get their positions, but not in a warm-up, which has no ids: then no query ever sees them.
+static void send_tokens(Session *s, const int32_t *ids, int n, int pos, int from, int end) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
     s->pos = pos;
@@ -1614,7 +1658,7 @@ static void send_tokens(Session *s, const int32_t *ids, int n, int pos) {
     g->now[NOW_STOOD] = ids ? pos - s->seen : 0;
     g->now[NOW_GUESSES] = s->guesses;
     for (int i = 0; i < n; i++) g->ids[i] = ids ? ids[i] : 0;
-    for (int l = 0; ids && l < c->n_layer; l++)
+    for (int l = from; ids && l < end; l++)
         for (int i = 0; s->cache[l].rows && i < n; i++)
             s->cache[l].pos[cache_row(&s->cache[l], pos + i)] = pos + i;
     each_row(s, angles_row, &s->m->config, n);
@@ -1650,12 +1694,15 @@ static void run_layers(Session *s, int n) {
         int done = s->l + 1;
         if (n > 1 ? done % split == 0 : done == EARLY_LAYERS) device_begin(s->gpu);
     }
+    if (s->n_cache > c->n_layer)
+        run_states(s, s->x, c->nextn_raw ? NULL : &m->out_norm, 0, n);
 }
 
-// a hash of all that changes the dispatches of up to FEW tokens: equal keys, equal dispatches
-static uint64_t tokens_key(const Session *s, int n, int rows) {
-    uint64_t key = rows * (FEW + 1) + n;
-    for (int l = 0; l < s->m->config.n_layer; l++) {
+// a hash of all that changes the dispatches of up to FEW tokens through layers `from` to end-1:
+// equal keys, equal dispatches
+static uint64_t tokens_key(const Session *s, int n, int rows, int from, int end) {
+    uint64_t key = (rows * (FEW + 1) + n) * 0x100000001b3 + from;
+    for (int l = from; l < end; l++) {
         const Layer *w = &s->m->layers[l];
         Spread x = {0};
         if (w->n_kv) x = attention_spread(w, smaller(s->pos + n, s->cache[l].rows), true);
@@ -1684,8 +1731,11 @@ static bool gpu_finish(Session *s, int rows, int pos, int end) {
     }
     s->guesses = guesses;
     s->history.n = end;
+    s->nextn_pos = larger(end, 1);   // what the blocks knew is lost
     return false;
 }
+
+static int best_parts(const Model *m, int l) { return div_up(m->layers[l].output.rows, BEST_IDS); }
 
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
     int rows = n - first < LOGIT_ROWS ? n - first : LOGIT_ROWS;
@@ -1694,10 +1744,10 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
     for (s->l = 0; pos > s->seen && s->l < s->m->config.n_layer; s->l++)
         if (s->cache[s->l].state)
             run_rule(s, &s->m->layers[s->l], pos - s->seen, s->gpu->sure);
-    send_tokens(s, ids, n, pos);
+    send_tokens(s, ids, n, pos, 0, s->m->config.n_layer);
     s->gpu->sure = n - s->guesses;
     int few = is_few(s, n) ? n : 0;
-    if (!device_again(s->gpu, few, tokens_key(s, few, rows))) {
+    if (!device_again(s->gpu, few, tokens_key(s, few, rows, 0, s->m->config.n_layer))) {
         run_layers(s, n);
         if (rows > 0) run_output(s, first, rows);
     }
@@ -1711,13 +1761,39 @@ static bool gpu_logits(Session *s, int first, int n) {
     return gpu_finish(s, n, s->pos, s->history.n);
 }
 
+// If the GPU fails, guesses end here, because no logit is the best; the next pass closes it.
+static bool gpu_nextn(Session *s, int block, const int32_t *ids, int n, int pos) {
+    Gpu *g = s->gpu;
+    int l = s->m->config.n_layer + block, few = is_few(s, n) ? FEW + n : 0;
+    if (!g) return false;
+    device_begin(g);
+    send_tokens(s, ids, n, pos, l, l + 1);
+    if (!device_again(g, few, tokens_key(s, n, 0, l, l + 1))) run_nextn(s, l, n);
+    s->l = l;
+    device_fetch(g, g->best, best_parts(s->m, l) * 3 * sizeof *g->best);
+    if (!device_wait(g)) g->best[2] = NAN;
+    return true;
+}
+
+static bool gpu_best(const Session *s, int32_t *id, double *chance) {
+    double sum = 0;
+    if (!s->gpu) return false;
+    const float *p = s->gpu->best, *end = p + 3 * best_parts(s->m, s->l), *best = p;
+    for (const float *q = p; q < end; q += 3)
+        if (*q > *best) best = q;
+    for (; p < end; p += 3) sum += p[2] * exp(p[0] - best[0]);
+    *id = best[1];
+    *chance /= sum;
+    return true;
+}
+
 static void gpu_fetch(Session *s, void *p, size_t bytes) {
     if (s->gpu) device_fetch(s->gpu, p, bytes);
 }
 
 static void gpu_store(Session *s, bool states) {
     if (!s->gpu || !s->gpu->n_shared) return;   // gpu_open sends everything
-    for (int l = 0; l < s->m->config.n_layer; l++)
+    for (int l = 0; l < s->n_cache; l++)
         device_send(s->gpu, s->cache[l].pos, s->cache[l].rows * sizeof *s->cache[l].pos);
     if (states) device_send(s->gpu, s->recurrent, s->n_recurrent * sizeof *s->recurrent);
 }
@@ -1734,15 +1810,15 @@ static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
 // gpu_chunk finds a GPU and says how long a chunk it takes; then gpu_open shares all memory with it
 // and compiles the kernels. Either closes the GPU if it fails.
 
-// What the GPU cannot run in this model, or NULL: heads too wide for registers or no multiple of 4,
-// which holds for KDA's alpha_a, too; a layer's scale or own inputs if the layer does not end with
+// What the GPU cannot run of layers from .. end-1, or NULL: heads too wide for registers or no
+// multiple of 4, which holds for KDA's alpha_a, too; a layer's scale or own inputs if the layer does not end with
 // a norm, or the scale is 0; post-norms without an FFN; scales and biases of latent heads; a QK
 // norm over all heads after RoPE; that, or a limit, where queries have gates; a convolution over
 // more than two threads' tokens; tensors that are not aligned to 16 bytes
-static const char *gpu_lacks(const Model *m) {
+static const char *gpu_lacks(const Model *m, int from, int end) {
     const Config *c = &m->config;
     if (c->conv > CONV_TOKENS + 1) return "convolution";
-    for (int l = 0; l < c->n_layer; l++) {
+    for (int l = from; l < end; l++) {
         const Layer *w = &m->layers[l];
         int most = w->hd > w->vd ? w->hd : w->vd;
         if (w->hd % 4 || w->vd % 4 || most > HEAD_MAX || c->dk > NARROW_MAX) return "head size";
@@ -1769,7 +1845,7 @@ static void plan_gpu(Session *s, Arena *a) {
     for (size_t i = 0; i < s->m->gguf->n_tensors; i++)
         if (s->m->gguf->tensors[i].ne[1] > 1)
             wide = larger(wide, half_step(s->m->gguf->tensors[i].ne[0]));
-    for (int l = 0; l < c->n_layer; l++) {
+    for (int l = 0; l < s->n_cache; l++) {
         const Layer *w = &s->m->layers[l];
         int slices = w->n_kv ? attention_spread(w, s->cache[l].rows, true).slices : 0;
         parts = larger(parts, (size_t)FEW * w->n_head * slices * (w->vd + 2));
@@ -1784,6 +1860,8 @@ static void plan_gpu(Session *s, Arena *a) {
         g->packed = arena_take(a, FEW * RING_WORKERS + ring_input(wide, 2, FEW), sizeof *g->packed);
     g->now = arena_take(a, NOW_COUNTS + FEW * heads, sizeof *g->now);
     g->parts = arena_take(a, parts, sizeof *g->parts);
+    if (s->n_cache > c->n_layer)
+        g->best = arena_take(a, 3 * div_up(c->n_vocab, BEST_IDS), sizeof *g->best);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
     wide = larger(n * wide, choices * half_step(c->inputs_weighed ? larger(ff, out) : ff));
     g->halves = arena_take(a, wide, sizeof *g->halves);
@@ -1839,9 +1917,10 @@ static void warm_up(Session *s) {
         int rows = n[i] < s->o.chunk ? n[i] : s->o.chunk;
         s->gpu->dry = i < last;
         device_begin(s->gpu);
-        send_tokens(s, NULL, rows, i == last - 1 ? full : 0);
+        send_tokens(s, NULL, rows, i == last - 1 ? full : 0, 0, s->n_cache);
         run_layers(s, rows);
         run_output(s, 0, rows < LOGIT_ROWS ? rows : LOGIT_ROWS);
+        for (int l = s->m->config.n_layer; l < s->n_cache; l++) run_nextn(s, l, rows);
         gpu_finish(s, 0, 0, 0);
     }
     memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
@@ -1873,7 +1952,7 @@ static UNUSED double gpu_rate(Session *s, void *p, size_t n) {
 // The default is GPU_CHUNK, halved until all fits into the GPU's memory, but not below 512: the
 // larger, the fewer times weights are read and launches begin.
 static int gpu_chunk(Session *s) {
-    const char *lacks = gpu_lacks(s->m);
+    const char *lacks = gpu_lacks(s->m, 0, s->m->config.n_layer);
     void (*const plans[])(Session *, Arena *) = {plan_caches, plan_scratch, plan_gpu};
     Gpu *g = s->gpu = calloc(1, sizeof *g);
     if (!g) return 0;
@@ -1881,6 +1960,7 @@ static int gpu_chunk(Session *s) {
     bool ok = device_open(g);
     if (ok && lacks) ok = gpu_fail(g, "the GPU path does not know this model's", lacks);
     if (!ok) return gpu_close(s), 0;
+    if (gpu_lacks(s->m, s->m->config.n_layer, s->n_cache)) s->n_cache = s->m->config.n_layer;
     int chunk = GPU_CHUNK, own = s->o.chunk;
     for (double need = 0; chunk > 512; chunk /= 2, need = 0) {
         s->o.chunk = chunk;
@@ -1902,5 +1982,6 @@ static void gpu_open(Session *s) {
     device_keep(s->gpu);
     device_often(s->gpu, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
     if (!s->gpu->room || s->o.gpu_block) s->o.draft = 0;   // guesses would cost as much as tokens
+    if (!s->o.draft) s->n_cache = s->m->config.n_layer;
     warm_up(s);
 }

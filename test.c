@@ -5687,7 +5687,36 @@ static void check_few_gpu(const Model *m, const int32_t *first, int n) {
     CHECK(!memcmp(rows[0] + 4 * V, rows[1] + 4 * V, 8 * V * sizeof **rows), "bits behind a guess");
     Sampling how = {.top_p = 1, .repeat_penalty = 1, .seed = 3};
     for (int i = 0; i < 16; i++) ids[i] = first[i % 5];
+    if (m->config.n_nextn) ((Model *)m)->config.logit_scale *= 1e6f;   // blocks are sure
     same_text(m, (Options){.threads = 1, .sampling = how}, ids, 16, 32, open_gpu);
+}
+
+// Nextn blocks say on the GPU what they say on the CPU, for tokens and for a guess behind each.
+static void compare_nextn(const Model *m, const int32_t *ids, int n, double near) {
+    enum { STEPS = 8 };
+    int V = m->layers[m->config.n_layer].output.rows, best[2][STEPS];
+    float *rows = need(2 * STEPS * V * sizeof *rows), *row = rows;
+    double chance[2][STEPS];
+    for (int cpu = 0; cpu < 2; cpu++) {
+        Options o = {.threads = 1, .cpu = cpu, .chunk = 7, .window = 10, .keep = 2, .draft = 1};
+        Session *s = open_gpu(m, o);
+        if (s->n_cache == m->config.n_layer) return;   // guesses would cost as much as tokens
+        for (int k = 0, i = n - STEPS; k < STEPS; k++, row += V) {
+            if (k % 2) nextn_forward(s, m->config.n_nextn > 1, ids + i + 1, 1, i + 1);
+            else REQUIRE(session_eval(s, ids, i += k / 2, &(Error){""}), "step %d", k);
+            if (k % 2 == 0) nextn_follow(s, ids, i + 1);
+            chance[cpu][k] = 1;
+            best[cpu][k] = nextn_best(s, &chance[cpu][k]);
+            gpu_fetch(s, s->logits, V * sizeof *row);
+            for (int v = 0; v < V; v++) row[v] = s->logits[v] * (cpu ? m->config.logit_scale : 1);
+        }
+    }
+    double d = nmse(rows, rows + STEPS * V, STEPS * V);
+    CHECK(d <= near, "%s: blocks on GPU and CPU differ by %.1e", m->config.name, d);
+    for (int k = 0; k < STEPS; k++)
+        CHECK(best[0][k] == best[1][k] && fabs(chance[0][k] / chance[1][k] - 1) < 0.01,
+              "%s, guess %d: %d by %.4f, on the CPU %d by %.4f", m->config.name, k, best[0][k],
+              chance[0][k], best[1][k], chance[1][k]);
 }
 
 static void check_golden_gpu(const char *name) {
@@ -5696,6 +5725,7 @@ static void check_golden_gpu(const char *name) {
     static int order;
     bool chosen = strstr(least, text_of(" %s ", name));
     chosen |= test.quick < 2 && strstr(quick, text_of(" %s ", name));
+    chosen |= strstr(name, "-mtp") != NULL;
     if (test.quick && !chosen) return;
     Golden g = golden_model(name);
     int n = test.quick ? 18 : g.n;
@@ -5713,6 +5743,7 @@ static void check_golden_gpu(const char *name) {
     whole.gpu_block = strstr(" llama gemma2 step35-clamp.f16 ", text_of(" %s ", name));
     if (whole.gpu_block) compare_model(g.m, whole, g.ids, 18, g.want, g.limit, g.limit);
     if (n < g.n) printf("  %s: %d tokens\n", name, n);
+    if (g.m->config.n_nextn) compare_nextn(g.m, g.ids, n, g.limit);
     if (test.quick < 2 && (chosen || SOFT_CORES)) check_few_gpu(g.m, g.ids, n);
     soft.order = FORWARD;
 }
@@ -5798,10 +5829,11 @@ static void lab_failure(const Model *m, int row, int later, const int32_t *ids, 
     Rows c = {&s, got, V};
     int old = mute(2);
     soft.broken = later < 0 ? method : NULL;
-    bool ok = session_open(&s, m, (Options){.threads = 1, .chunk = 9}, &e);
+    bool ok = session_open(&s, m, (Options){.threads = 1, .chunk = 9, .draft = 1}, &e);
     if (says) soft.broken = NULL;
     for (int k = 0; k < 4; k++) {
         if (k == later) lab_break(&s, method);
+        if (ok && k) nextn_follow(&s, ids, ends[k - 1] + 1);
         Request r = {ids, ends[k], k ? ends[k - 1] : 0, .fn = keep_row, .ctx = &c};
         if (ok && k == 2 && tokens_room(&s.history, FAILING)) {   // a guess, which stands
             r.ids = memcpy(s.history.id, ids, ends[2] * sizeof *ids);
@@ -5869,7 +5901,8 @@ static void check_parts(const Model *m) {
 }
 
 static void test_metal_failures(void) {
-    const Model *models[2] = {golden_model("llama").m, golden_model("qwen35").m}, *m = models[0];
+    const Model *models[2] = {golden_model("llama").m, golden_model("qwen35-mtp").m};
+    const Model *m = models[0];
     // sizes of heads, of delta keys; which of two layers (2: none) has a QK norm of all after RoPE;
     // taps of a convolution
     static const struct { int hd, dk, late, conv; const char *says; } lacks[] = {
@@ -5899,7 +5932,7 @@ static void test_metal_failures(void) {
         other.config.conv = lacks[i].conv;
         other.config.n_layer = 2;
         other.layers = layers;
-        const char *says = gpu_lacks(&other), *want = lacks[i].says;
+        const char *says = gpu_lacks(&other, 0, 2), *want = lacks[i].says;
         CHECK(want ? says && !strcmp(says, want) : !says, "row %zu: %s", i, says ? says : "none");
     }
     check_cache(m);
