@@ -8362,6 +8362,7 @@ static void guess_next(Session *s, Guesses *g, int n, int left) {
     g->hint = found ? s->history.id[n] : -1;
     g->looked_up = found && run > 0;
     g->drafted = nextn_pays(s, g) && room && !g->looked_up && most > 0;
+    if (s->rest && s->nextn_pos < n - 32) s->nextn_pos = n - 32;   // a long rest gives up rows
     if (!g->looked_up) run = g->drafted ? draft_ids(s, n, most) : 0;
     g->run = run;
 }
