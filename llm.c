@@ -2365,11 +2365,9 @@ static bool tensor_idle(Loader *ld, const Tensor *t, int l, const char *name) {
     if (scale && !strcmp(scale, ".input_scale")) return true;
     bool nextn = l >= c->n_layer && l < c->n_layer + ld->hints.n_layer_mtp &&
                  layer_tensor(ld, l, "nextn.eh_proj", ".weight");
-    if (nextn && l < c->n_layer + c->n_nextn) {
-        fail(&ld->m->nextn_idle, "tensor %.*s: unknown", STR_ARG(t->name));
-        ld->m->config.n_nextn = l - c->n_layer;   // this block is idle
-    }
-    return nextn;
+    if (!nextn || l >= c->n_layer + c->n_nextn) return nextn;
+    ld->m->config.n_nextn = l - c->n_layer;   // the block is idle
+    return !fail(&ld->m->nextn_idle, "tensor %.*s: unknown", STR_ARG(t->name));
 }
 
 // Refuses a file with a tensor that nothing used and that is not idle, and a file that lacks one.
@@ -3768,8 +3766,9 @@ static void add_layer_input(Session *s) {
 //   x  = joint * [norm(e); norm(h)]     passes the block, a layer with a cache of its own, at p
 //   h' = norm(x)                        logits of the token at p + 1 = output * h'
 //
-// With h' for h the block guesses on. (Step 3.5: each guess has a block, and h is the stream.) As
-// the layers check guesses, a row that the cache lacks makes guesses worse, and no more.
+// With h' for h the block guesses on. (Step 3.5: each guess has a block, and h is the stream.) The
+// first ids alone are guessed, because output takes most of the time. As the layers check guesses,
+// a row that the cache lacks makes guesses worse, and no more.
 
 // Loads the blocks. What is not known of one leaves it idle.
 static void load_nextn(Loader ld) {
@@ -3791,8 +3790,7 @@ static void load_nextn(Loader ld) {
         if (!w->embd.data) w->embd = m->embd;
         w->output = load_matrix(&ld, "nextn.shared_head_head", c->dim, c->n_vocab, 1);
         if (!w->output.data) w->output = m->output;
-        // the first ids are frequent, and all of them would take most of a guess's time
-        w->output = matrix_rows(w->output, 0, smaller(c->n_vocab, 1 << 16));
+        w->output = matrix_rows(w->output, 0, smaller(c->n_vocab, 1 << 16));   // frequent ids
         if (!w->n_kv || w->mixer || !w->up.data || c->n_loops > 1 || c->per_layer || !c->causal)
             refuse(&ld, "block %d: unlike a causal layer with attention and an FFN", ld.l);
         if (ld.ok) c->n_nextn++;
@@ -3842,8 +3840,7 @@ static void nextn_follow(Session *s, const int32_t *ids, int end) {
     s->nextn_pos = end;
 }
 
-// Returns the best id of the last row that has passed a block, and makes its state. *chance is
-// multiplied by the id's probability.
+// Returns the best id of the last row in a block, and makes its state. *chance *= its probability
 static int32_t nextn_best(Session *s, double *chance) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
@@ -8439,6 +8436,7 @@ static void guess_next(Session *s, Guesses *g, int n, int left) {
     g->hint = found ? s->history.id[n] : -1;
     g->looked_up = found && run > 0;
     g->drafted = nextn_pays(s, g) && room && !g->looked_up && most > 0;
+    if (s->rest && s->nextn_pos < n - 32) s->nextn_pos = n - 32;   // a long rest gives up rows
     if (!g->looked_up) run = g->drafted ? draft_ids(s, n, most) : 0;
     g->run = run;
 }

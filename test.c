@@ -1916,7 +1916,15 @@ static void test_nextn(void) {
                   s->m->config.name, told.passes);
         }
         CHECK(wrong == (s->pause >= 28), "a rest is %d", s->pause);
+        for (int i = 0; i < 2; i++, ids[48]++)   // a text that differs: rows before it are made
+            REQUIRE(session_eval(s, ids, 50, &(Error){""}), "a text");
+        CHECK(s->cache[1].pos[cache_row(&s->cache[1], 47)] == 47, "a row of the block is missing");
     }
+    // RoPE turns a block's heads also where no layer in its place would have it
+    Shape turned = {"cohere2moe", 5, "1Txs5", EXPERT_KEYS WINDOW_KEYS COHERE_KEYS
+                    "nextn_predict_layers=1"};
+    const Layer *last = &random_model(&turned)->layers[4];
+    CHECK(last->rotated && !last->window && last->joint.data, "a block without RoPE");
     // what is not known of a block leaves it idle
     static const struct { const char *keys; Spoil spoil; const char *why; } idle[] = {
         {"", {NULL}, ""}, {"attention.head_count_kv=2,2", {NULL}, "a number, or one a layer"},
