@@ -3794,6 +3794,7 @@ static void pair_row(Session *s, const void *arg, size_t i) {   // to s->normed 
 static void nextn_forward(Session *s, int block, const int32_t *ids, int n, int pos) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l = c->n_layer + block];
+    assert(n > 0 && n <= s->o.chunk);
     if (ids && gpu_nextn(s, block, ids, n, pos)) return;
     s->ids = ids;
     s->n = n;

@@ -1761,7 +1761,7 @@ static bool gpu_logits(Session *s, int first, int n) {
     return gpu_finish(s, n, s->pos, s->history.n);
 }
 
-// If the GPU fails, guesses end here, because no logit is the best; the next pass closes it.
+// nextn_forward. A GPU that fails here leaves no best id, so guesses end; the next pass closes it.
 static bool gpu_nextn(Session *s, int block, const int32_t *ids, int n, int pos) {
     Gpu *g = s->gpu;
     int l = s->m->config.n_layer + block, few = is_few(s, n) ? FEW + n : 0;
@@ -1811,10 +1811,10 @@ static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
 // and compiles the kernels. Either closes the GPU if it fails.
 
 // What the GPU cannot run of layers from .. end-1, or NULL: heads too wide for registers or no
-// multiple of 4, which holds for KDA's alpha_a, too; a layer's scale or own inputs if the layer does not end with
-// a norm, or the scale is 0; post-norms without an FFN; scales and biases of latent heads; a QK
-// norm over all heads after RoPE; that, or a limit, where queries have gates; a convolution over
-// more than two threads' tokens; tensors that are not aligned to 16 bytes
+// multiple of 4, which holds for KDA's alpha_a, too; a layer's scale or own inputs if the layer
+// does not end with a norm, or the scale is 0; post-norms without an FFN; scales and biases of
+// latent heads; a QK norm over all heads after RoPE; that, or a limit, where queries have gates; a
+// convolution over more than two threads' tokens; tensors that are not aligned to 16 bytes
 static const char *gpu_lacks(const Model *m, int from, int end) {
     const Config *c = &m->config;
     if (c->conv > CONV_TOKENS + 1) return "convolution";
