@@ -2600,11 +2600,11 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 //   14 positions           learned ones, RoPE beyond the texts of training, ALiBi, far queries
 //   15 steps of blocks     activations, bounds, damaged values, gates of attention
 //   16 experts             in place of the FFN
-//   17 to 20               recurrent mixers, whose memory of earlier tokens has a fixed size: the
+//   17 to 19               recurrent mixers, whose memory of earlier tokens has a fixed size: the
 //                          convolution, the delta rule, the state space, and layers that have one
-//   21 latent attention    keys and values are made of one short vector
-//   22 Gemma 4             borrowed caches, an input for each layer
-//   22b further tokens     a block behind the layers guesses them
+//   20 latent attention    keys and values are made of one short vector
+//   21 Gemma 4             borrowed caches, an input for each layer
+//   22 further tokens      a block behind the layers guesses them
 //   23 memory              the buffers and states of all blocks
 
 // ---- 14. positions ----
@@ -3400,7 +3400,7 @@ static void delta_out_row(Session *s, const void *arg, size_t i) {
     for (int j = 0; c->kda && j < n; j++) o[j] /= 1 + exp_fast(-z[j]);
 }
 
-// ---- 19. the state space (Mamba-2, arXiv 2405.21060) ----
+// ---- the state space (Mamba-2, arXiv 2405.21060) ----
 //
 // The same memory, written without asking. A head writes its value x under the key b as strongly
 // as t says; t also sets how much decays. Then c reads, and x itself is added:
@@ -3421,7 +3421,7 @@ static void load_space(Loader *ld, Layer *w, int xbc, int values) {
     if (w->delta_norm.w && !w->delta_norm.group) refuse(ld, "layer %d: ssm_norm's shape", ld->l);
 }
 
-// ---- 20. layers with a recurrent mixer ----
+// ---- 19. layers with a recurrent mixer ----
 
 // Finds out which mixer the layer has, and loads it. Returns whether the layer has attention, in
 // place of a mixer or beside it.
@@ -3506,7 +3506,7 @@ static void recurrent(Session *s) {
     product(s, &w->delta_out, s->att, s->out);
 }
 
-// ---- 21. latent attention (arXiv 2405.04434) ----
+// ---- 20. latent attention (arXiv 2405.04434) ----
 //
 // The cache holds two vectors of a token, which all heads share: c, from which each head could make
 // its key and its value, and r, a key with RoPE. But a head does not make them. It applies its
@@ -3657,7 +3657,7 @@ static void mix_tokens(Session *s) {
     if (w->mixer) recurrent(s);
 }
 
-// ---- 22. borrowed caches, an input for each layer (Gemma 4) ----
+// ---- 21. borrowed caches, an input for each layer (Gemma 4) ----
 //
 // The last layers have no keys and values: each reads the cache of the last layer before them that
 // is of its kind, windowed or not. And each layer has p numbers of its own for each token, made of
@@ -3730,7 +3730,7 @@ static void add_layer_input(Session *s) {
     each_row(s, add_more_row, &w->input_norm, s->n);
 }
 
-// ---- 22b. further tokens (arXiv 2412.19437, 2.2) ----
+// ---- 22. further tokens (arXiv 2412.19437, 2.2) ----
 //
 // Behind the layers some files have a block that predicts the token after the next ("nextn",
 // multi-token prediction, MTP). The state h of a token is what `output` multiplies. For the token
