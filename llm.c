@@ -123,8 +123,8 @@ typedef struct {
     int norm, act;             // NORM_RMS, ...; ACT_SILU, ...
     bool limit_first;          // the gate is clamped before its activation, not after (Maple)
     int n_loops;               // how often the file's layers run; n_layer counts all (Nanbeige)
-    int n_nextn;               // blocks behind the layers that guess further tokens, see Part III
-    bool nextn_raw, nextn_layer_norm;   // what these read is not normed (Step 3.5); their last norm
+    int n_nextn;               // blocks behind the layers that guess further tokens, see section 22
+    bool nextn_raw, nextn_layer_norm;   // they read the bare stream (Step 3.5); end in a LayerNorm
     bool causal;               // a token does not see later ones; false in encoders
     bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
     int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
@@ -356,7 +356,8 @@ typedef struct Session {
     // -- guesses, see guess_ids --
     int32_t *index;            // [n_index] positions; those up to n_indexed have been entered
     int n_index, n_indexed;
-    float *states;             // [chunk][dim] what nextn blocks read
+    int guesses;               // the last tokens of the chunk that are only guessed
+    float *states;             // [chunk][dim] what nextn blocks read, see section 22
     int nextn_pos, loss, rest, pause;   // see nextn_follow; nextn_pays
 
     // -- other families -- rows: choices of experts that run at once, n or, if that is more, n_used
@@ -377,8 +378,8 @@ typedef struct Session {
     size_t n_recurrent, n_kept;   // floats; n_kept: of a layer
     float *saved;              // [n_recurrent] a copy, the snapshot
     int saved_pos;             // where the snapshot was made; -1: there is none
-    float *kept, *trial;       // [n_layer][n_kept] what guesses have for the states; a layer's copy
-    int guesses, seen;         // last tokens of the chunk; tokens of the history in the states
+    float *kept, *trial;       // [n_layer][n_kept] the guesses' inputs; one layer's state for them
+    int seen;                  // tokens of the history that the states have seen: no guesses
 } Session;
 
 // ---- 4. what the other parts provide ----
@@ -548,42 +549,12 @@ static void matrix_row(const Matrix *w, int64_t r, float *out) {
 // whom the line, or a factor or condition in it, is there: it changes nothing in a Llama.
 
 static RowFn embed_row, angles_row, norm_row, qkv_share, activate_row, add_row;
-static void attention_block(Session *s), attend(Session *s);
+static void forward_layer(Session *s), attention_block(Session *s), attend(Session *s);
 typedef struct Ffn { const Matrix *gate, *up, *down; float limit; } Ffn;
 static void ffn(Session *s, const Ffn *f, float *out);
 
 static void product(Session *s, const Matrix *w, const float *x, float *out) {
     matmul(s->pool, &s->op_scratch, &(Matmul){w, x, out, s->n}, 1);
-}
-
-// the chunk passes layer s->l
-static void forward_layer(Session *s) {
-    const Config *c = &s->m->config;
-    const Layer *w = &s->m->layers[s->l];
-    int n = s->n;
-    // Gemma 2 norms results before they are added: add_more_row takes the norm, add_row none
-    RowFn *add = adds_more(w) ? add_more_row : add_row;
-    // SmallThinker chooses experts here
-    if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
-
-    // x += attention(norm(x)): tokens look at each other
-    if (w->n_kv || w->mixer) {   // Nemotron-H: a layer has attention or an FFN
-        each_row(s, norm_row, &w->attn_norm, n);
-        if (w->k_b.data || w->mixer) mix_tokens(s);   // DeepSeek; Qwen3-Next, LFM2
-        else attention_block(s);
-        // GPT-NeoX: side by side with attention, the FFN reads the stream as it was
-        if (w->side_by_side && w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
-        each_row(s, add, &w->attn_post_norm, n);
-    }
-
-    // x += ffn(norm(x)): each token by itself
-    if (w->up.data) {
-        if (!w->side_by_side) each_row(s, norm_row, &w->ffn_norm, n);
-        if (w->router.data) experts(s);   // Mixtral
-        else ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
-        each_row(s, add, &w->ffn_post_norm, n);
-        if (w->input_gate.data) add_layer_input(s);   // Gemma 4
-    }
 }
 
 static void forward(Session *s, const int32_t *ids, int n, int pos) {
@@ -596,7 +567,36 @@ static void forward(Session *s, const int32_t *ids, int n, int pos) {
     if (c->per_layer) make_layer_inputs(s);   // Gemma 4
     each_row(s, angles_row, c, n);
     for (s->l = 0; s->l < c->n_layer; s->l++) forward_layer(s);
-    if (s->n_cache > c->n_layer) each_row(s, keep_state_row, c, n);   // for guesses
+    if (s->n_cache > c->n_layer) each_row(s, keep_state_row, c, n);   // Qwen3.5 guesses with it
+}
+
+static void forward_layer(Session *s) {   // the chunk passes layer s->l
+    const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
+    int n = s->n;
+    // Gemma 2 norms results before they are added: add_more_row takes the norm, add_row none
+    RowFn *add = adds_more(w) ? add_more_row : add_row;
+    // SmallThinker chooses experts here
+    if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
+
+    // x += attention(norm(x))
+    if (w->n_kv || w->mixer) {   // Nemotron-H: a layer has attention or an FFN
+        each_row(s, norm_row, &w->attn_norm, n);
+        if (w->k_b.data || w->mixer) mix_tokens(s);   // DeepSeek; Qwen3-Next, LFM2
+        else attention_block(s);
+        // GPT-NeoX: side by side with attention, the FFN reads the stream as it was
+        if (w->side_by_side && w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
+        each_row(s, add, &w->attn_post_norm, n);
+    }
+
+    // x += ffn(norm(x))
+    if (w->up.data) {
+        if (!w->side_by_side) each_row(s, norm_row, &w->ffn_norm, n);
+        if (w->router.data) experts(s);   // Mixtral
+        else ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
+        each_row(s, add, &w->ffn_post_norm, n);
+        if (w->input_gate.data) add_layer_input(s);   // Gemma 4
+    }
 }
 
 static void embed_row(Session *s, const void *arg, size_t i) {   // x = the token's embedding
@@ -843,7 +843,7 @@ static void session_truncate(Session *s, int p) {
     s->history.n = p;
     s->seen = p;
     s->n_indexed = smaller(s->n_indexed, p);
-    s->nextn_pos = p + 1;   // the state before p is lost
+    s->nextn_pos = p + 1;   // what a block reads for p, the state before it, is lost
     if (all && s->n_recurrent) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
     if (all) s->saved_pos = -1;
     gpu_store(s, all);
@@ -925,7 +925,7 @@ static bool session_run(Session *s, Request r, Error *e) {
     if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
     if (in_history) r.ids = s->history.id;
     int reused = session_reuse(s, &r, known), n;   // n: of the chunk
-    s->guesses = r.guesses;   // they are in one chunk with a token before them
+    s->guesses = r.guesses;   // in one chunk with a token before them, see guesses_fit
     // recurrent models save their states, to return to if the next prompt begins like this one
     bool snapshot = s->n_recurrent && !in_history && r.n - (int)s->history.n > 1;
     for (int p = reused; p < r.n; p += n) {
@@ -935,7 +935,7 @@ static bool session_run(Session *s, Request r, Error *e) {
             s->saved_pos = p;
         }
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
-        if (p + n - s->nextn_pos >= s->o.chunk) nextn_follow(s, r.ids, p + 1);
+        if (p + n - s->nextn_pos >= s->o.chunk) nextn_follow(s, r.ids, p + 1);   // Qwen3.5
         int first = r.from > p ? smaller(r.from - p, n) : 0;   // the chunk's first row for r.fn
         bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);   // from n on: none
         if (!gpu) forward(s, r.ids + p, n, p);
