@@ -8639,9 +8639,10 @@ static bool uses_template(const Cli *cli) { return cli->chat || cli->answer_once
 // Do the options go together? prompts: how many texts and lists of ids they give
 static bool check_options(Cli *cli, int prompts) {
     bool measures = cli->bench.id || cli->info;   // these need no prompt
-    bool renders = cli->render && !cli->chat && !cli->answer_once;   // else it renders that chat
-    const bool modes[] = {cli->chat, cli->answer_once, renders, cli->tokenize, cli->logits,
-                          cli->embed, cli->ppl, cli->bench.id, cli->info};
+    bool chats = cli->chat || cli->answer_once;   // which may also be rendered, or tokenized
+    const bool modes[] = {cli->chat, cli->answer_once, cli->render && !chats,
+                          cli->tokenize && !chats, cli->logits, cli->embed, cli->ppl,
+                          cli->bench.id, cli->info};
     int n_modes = 0;
     for (size_t i = 0; i < COUNT(modes); i++)
         if (modes[i]) n_modes++;
@@ -8659,7 +8660,7 @@ static bool check_options(Cli *cli, int prompts) {
         return fail(&cli->e, "--system, --think and --template are for -i, --chat and --render");
     if (uses_template(cli) && cli->ids.id)
         return fail(&cli->e, "-i, --chat and --render take text, not --tokens");
-    if (prompts > 1) return fail(&cli->e, "two prompts: give \"PROMPT\", -p, -f, --tokens or --ppl");
+    if (prompts > 1) return fail(&cli->e, "two prompts: one of \"PROMPT\", -p, -f, --tokens, --ppl");
     if (!cli->model) return fail(&cli->e, "no MODEL.gguf given; see --help");
     return prompts || cli->chat || cli->render || measures ||
            fail(&cli->e, "no PROMPT given; -f - reads it from standard input; see --help");
