@@ -8660,7 +8660,8 @@ static bool check_options(Cli *cli, int prompts) {
         return fail(&cli->e, "--system, --think and --template are for -i, --chat and --render");
     if (uses_template(cli) && cli->ids.id)
         return fail(&cli->e, "-i, --chat and --render take text, not --tokens");
-    if (prompts > 1) return fail(&cli->e, "two prompts: one of \"PROMPT\", -p, -f, --tokens, --ppl");
+    if (prompts > 1)
+        return fail(&cli->e, "two prompts: give one of \"PROMPT\", -p, -f, --tokens and --ppl");
     if (!cli->model) return fail(&cli->e, "no MODEL.gguf given; see --help");
     return prompts || cli->chat || cli->render || measures ||
            fail(&cli->e, "no PROMPT given; -f - reads it from standard input; see --help");

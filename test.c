@@ -1929,7 +1929,7 @@ static void test_nextn(void) {
         for (int i = 0; i < 2; i++, ids[48]++)   // a text that differs: rows before it are made
             REQUIRE(session_eval(s, ids, 50, &(Error){""}), "a text");
         CHECK(s->cache[1].pos[cache_row(&s->cache[1], 47)] == 47, "a row of the block is missing");
-        free(told.made.id);
+        freed(told.made.id);
     }
     // RoPE turns a block's heads also where no layer in its place would have it
     Shape turned = {"cohere2moe", 5, "1Txs5", EXPERT_KEYS WINDOW_KEYS COHERE_KEYS
