@@ -2,8 +2,7 @@
 
 CC ?= cc
 CFLAGS ?= -O3
-# the CPU that CC or CFLAGS name, or the one this is built on: SIMD is most of the speed; compilers
-# use half of AVX-512 unless told so
+# the CPU that CC or CFLAGS name, or this one, AVX-512 whole: SIMD is most of the speed
 NATIVE ?= $(or $(filter -march=% -mcpu=%,$(CC) $(CFLAGS)), $(shell \
     for f in "-march=native -mprefer-vector-width=512" -march=native -mcpu=native; do \
     echo 'int x;' | $(CC) $$f -x c -c -o /dev/null - 2>/dev/null && echo $$f && break; done))
@@ -56,18 +55,19 @@ BUILDS = test_native test_plain test_words test_book test_avx2 test_asan test_ts
 $(BUILDS): test.c $(ENGINE)
 	$(CC) $(WARN) $(CPPFLAGS) $(FLAGS) $(LDFLAGS) test.c -o $@ $(TEST_LIBS)
 
-# what runs under the checkers in every test run (`make valgrind` runs all): what is slow there is
-# left out; AddressSanitizer talks into metal_models, valgrind does not follow the command line
+# what the checkers run each time (`make valgrind`: all, slowly): AddressSanitizer talks into
+# metal_models, valgrind does not follow the command line. Kernels run where words are as on GPUs
 ALL = $(shell sed -n '/^static const Test TESTS/,/^}/{s/T(\([a-z_]*\))/\1/g; /^    /p;}' test.c)
 MEMORY = $(filter-out metal_shapes tokenizer_linear unicode_tables, $(ALL))
 CHECKER = valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-kinds=definite,indirect
 test_native.log: llm
-test_native.log: RUN = env LLM="./llm --cpu" ./test_native
-test_plain.log: RUN = ./test_plain --quick $(filter-out metal_% cli_%, $(ALL)) cli_numbers
+test_native.log: RUN = env LLM="./llm --cpu" ./test_native $(filter-out metal_k% metal_s%, $(ALL))
+test_plain.log: RUN = ./test_plain --quick $(filter-out metal_% cli_% guesses, $(ALL)) cli_numbers
 test_words.log: RUN = ./test_words --quick formats formats_grids $(filter metal_k% metal_m% metal_s%, $(ALL))
 test_book.log: RUN = ./test_book --quick $(filter-out metal_% cli_%, $(ALL)) cli_completion
-test_asan.log: RUN = ./test_asan --quick $(filter-out metal_models, $(MEMORY))
-test_avx2.log: RUN = $(CHECKER) ./test_avx2 --quick --quick $(filter-out cli_%, $(MEMORY))
+test_asan.log: RUN = ./test_asan --quick $(filter-out metal_k% metal_models, $(MEMORY)) && \
+    ./test_asan --quick --quick metal_kernels
+test_avx2.log: RUN = $(CHECKER) ./test_avx2 --quick --quick $(filter-out cli_% metal_k%, $(MEMORY))
 test_%.log: test_%
 	@echo "$< ..."; start=$$(date +%s); \
 	{ echo "== $<"; $(RUN); echo "exit status $$?"; } > $@ 2>&1; \
