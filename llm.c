@@ -8336,10 +8336,10 @@ static int draft_ids(Session *s, int n, int most) {
 }
 
 // May nextn blocks guess? `loss` is what guesses cost lately, less what they saved: a token is 16,
-// a try costs one, each guess that runs another one. From 8 on they rest for 4, 12, 28, ... passes,
-// with two tries in between, until a guess stands.
+// a try costs one, each guess that runs two. From 8 on they rest for 4, 12, 28, ... passes, with a
+// try or two in between, until a guess stands.
 static bool nextn_pays(Session *s, const Guesses *g) {
-    if (g->drafted) s->loss = fmax(s->loss + 1 + g->run - 16 * g->stood, -32);
+    if (g->drafted) s->loss = fmax(s->loss + 1 + 2 * g->run - 16 * g->stood, -32);
     if (g->drafted && g->stood) s->pause = 0;
     if (s->loss >= 8) {
         s->rest = s->pause = smaller(2 * s->pause + 4, 512);
