@@ -154,7 +154,7 @@ struct Device {
     DRIVER(X) COMPILER(X)
 #undef X
     void *context, *stream;
-    // [n] the launches of n tokens whose tokens_key is `key`, or NULL; [FEW + n] in a nextn block
+    // [n] the launches of n tokens with send_tokens' key, or NULL; [FEW + n] those in a nextn block
     void *graph[2 * FEW + 1];
     uint64_t key[2 * FEW + 1], last[2 * FEW + 1];   // last: of the latest n tokens without a graph
     int n;                      // the launches of n tokens are captured
@@ -1647,25 +1647,32 @@ static void run_nextn(Session *s, int l, int n) {
                {0});
 }
 
-// Sends what a pass of n tokens reads besides weights and caches. The rows of caches `from` to
-// end-1 get their positions, but not in a warm-up, which has no ids: then no query ever sees them.
-static void send_tokens(Session *s, const int32_t *ids, int n, int pos, int from, int end) {
+// Sends what n tokens in layers `from` to end-1 read besides weights and caches. Rows of these
+// layers' caches get positions, but not in a warm-up, which has no ids: no query ever sees its rows.
+// Returns a hash of all that changes the dispatches of n <= FEW tokens: equal keys, equal ones.
+static uint64_t send_tokens(Session *s, const int32_t *ids, int n, int pos, int from, int end) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
+    uint64_t key = from;
     s->pos = pos;
     g->now[NOW_POS] = pos;
     g->now[NOW_PLACED] = ids != NULL;
     g->now[NOW_STOOD] = ids ? pos - s->seen : 0;
     g->now[NOW_GUESSES] = s->guesses;
     for (int i = 0; i < n; i++) g->ids[i] = ids ? ids[i] : 0;
-    for (int l = from; ids && l < end; l++)
-        for (int i = 0; s->cache[l].rows && i < n; i++)
-            s->cache[l].pos[cache_row(&s->cache[l], pos + i)] = pos + i;
-    each_row(s, angles_row, &s->m->config, n);
+    for (int l = from; l < end; l++) {
+        Cache *kv = &s->cache[l];
+        if (!kv->rows) continue;
+        Spread x = attention_spread(&s->m->layers[l], smaller(pos + n, kv->rows), true);
+        key = (key ^ (x.slices << 8 | x.heads)) * 0x100000001b3;
+        for (int i = 0; ids && i < n; i++) kv->pos[cache_row(kv, pos + i)] = pos + i;
+    }
+    each_row(s, angles_row, c, n);
     device_send(g, g->now, NOW_COUNTS * sizeof *g->now);
     device_send(g, g->ids, n * sizeof *g->ids);
     device_send(g, s->angles[FULL], (size_t)n * c->n_rot[FULL] * sizeof(float));
     device_send(g, s->angles[WINDOWED], (size_t)n * c->n_rot[WINDOWED] * sizeof(float));
+    return key;
 }
 
 // embedding and all layers
@@ -1696,19 +1703,6 @@ static void run_layers(Session *s, int n) {
     }
     if (s->n_cache > c->n_layer)
         run_states(s, s->x, c->nextn_raw ? NULL : &m->out_norm, 0, n);
-}
-
-// a hash of all that changes the dispatches of up to FEW tokens through layers `from` to end-1:
-// equal keys, equal dispatches
-static uint64_t tokens_key(const Session *s, int n, int rows, int from, int end) {
-    uint64_t key = (rows * (FEW + 1) + n) * 0x100000001b3 + from;
-    for (int l = from; l < end; l++) {
-        const Layer *w = &s->m->layers[l];
-        Spread x = {0};
-        if (w->n_kv) x = attention_spread(w, smaller(s->pos + n, s->cache[l].rows), true);
-        key = (key ^ (x.slices << 8 | x.heads)) * 0x100000001b3;
-    }
-    return key;
 }
 
 // The end of a pass: fetches its logits, and returns whether the GPU has done its work. If not, the
@@ -1744,10 +1738,9 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
     for (s->l = 0; pos > s->seen && s->l < s->m->config.n_layer; s->l++)
         if (s->cache[s->l].state)
             run_rule(s, &s->m->layers[s->l], pos - s->seen, s->gpu->sure);
-    send_tokens(s, ids, n, pos, 0, s->m->config.n_layer);
+    uint64_t key = send_tokens(s, ids, n, pos, 0, s->m->config.n_layer);
     s->gpu->sure = n - s->guesses;
-    int few = is_few(s, n) ? n : 0;
-    if (!device_again(s->gpu, few, tokens_key(s, few, rows, 0, s->m->config.n_layer))) {
+    if (!device_again(s->gpu, is_few(s, n) ? n : 0, key + rows)) {
         run_layers(s, n);
         if (rows > 0) run_output(s, first, rows);
     }
@@ -1767,8 +1760,7 @@ static bool gpu_nextn(Session *s, int block, const int32_t *ids, int n, int pos)
     int l = s->m->config.n_layer + block, few = is_few(s, n) ? FEW + n : 0;
     if (!g) return false;
     device_begin(g);
-    send_tokens(s, ids, n, pos, l, l + 1);
-    if (!device_again(g, few, tokens_key(s, n, 0, l, l + 1))) run_nextn(s, l, n);
+    if (!device_again(g, few, send_tokens(s, ids, n, pos, l, l + 1))) run_nextn(s, l, n);
     s->l = l;
     device_fetch(g, g->best, best_parts(s->m, l) * 3 * sizeof *g->best);
     if (!device_wait(g)) g->best[2] = NAN;
