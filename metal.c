@@ -877,11 +877,12 @@ static void bind_matrix(Dispatch *d, struct kernel_matrix *to, int i, const Matr
 }
 
 // x[n][cols] = scale * rows g->ids[n] of w[0], plus rows of w[1] (positions) and w[2] (token types)
+// where there are such
 static void run_embed(Session *s, const Matrix *const *w, float scale, float *x, int n) {
     struct embed_args a = {.cols = w[0]->cols};
     Dispatch d = {"embed", {[3] = s->gpu->ids, s->gpu->now, x}, 6, n, SIMD_LANES, 0, {0}};
     for (int i = 0; i < 3; i++)
-        if (w[i]->data) bind_matrix(&d, a.w, i, w[i], NO_BIAS, false);
+        if (w[i] && w[i]->data) bind_matrix(&d, a.w, i, w[i], NO_BIAS, false);
     a.w[0].scale *= scale;
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
@@ -1157,11 +1158,14 @@ static void run_gemm(Session *s, Products p) {
 static bool is_few(const Session *s, int n) { return n == 1 || (n <= FEW && s->m->config.causal); }
 
 // one dispatch, or for a chunk two; for a few tokens as many as run_ring needs
+static void run_any(Session *s, Products p) {
+    if (is_few(s, p.n)) run_gemv(s, p);
+    else run_gemm(s, p);
+}
+
 static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
                          int n, Epilogue e) {
-    Products p = {w, k, in, y, n, e, EXPERTS_NONE};
-    if (is_few(s, n)) run_gemv(s, p);
-    else run_gemm(s, p);
+    run_any(s, (Products){w, k, in, y, n, e, EXPERTS_NONE});
 }
 
 static void run_product(Session *s, const Matrix *w, Input in, float *y, int n, Epilogue e) {
@@ -1301,9 +1305,7 @@ static void run_heads(Session *s, const Matrix *w, const float *x, float *y, int
     one.x_step /= n_head;
     one.out_step /= n_head;
     w = &one;
-    Products p = {&w, 1, {x, NULL}, &y, n, STORE, EXPERTS_HEADS};
-    if (is_few(s, n)) run_gemv(s, p);
-    else run_gemm(s, p);
+    run_any(s, (Products){&w, 1, {x, NULL}, &y, n, STORE, EXPERTS_HEADS});
 }
 
 static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_row, for n tokens
@@ -1413,12 +1415,9 @@ static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, fl
                             Epilogue e) {
     Gpu *g = s->gpu;
     const Matrix *down = &w->down;
-    bool few = is_few(s, n);
     struct weigh_args a = {down->rows, w->n_used, shared->data != NULL,
-                           w->shared_router.data != NULL, !few, e.factor};
-    Products p = {&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED};
-    if (few) run_gemv(s, p);
-    else run_gemm(s, p);
+                           w->shared_router.data != NULL, !is_few(s, n), e.factor};
+    run_any(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED});
     if (a.shared) run_product(s, shared, (Input){s->up, NULL}, s->expert_out, n, STORE);
     run_kernel(s, a, "weigh_experts", {g->gate, s->weight, g->place, s->expert_out, s->gathered,
                                        e.other, y}, 7, n, threads_for(down->rows, NORM_THREADS), 0,
@@ -1612,8 +1611,7 @@ static void run_output(Session *s, int first, int n) {
     size_t at = (size_t)first * c->dim;
     Input in = run_input(s, s->x + at, &s->m->out_norm, s->normed + at, n);
     run_product(s, &s->m->output, in, s->logits, n,
-                (Epilogue){.kind = EPILOGUE_STORE, .factor = c->logit_scale,
-                           .softcap = c->logit_cap});
+                (Epilogue){.factor = c->logit_scale, .softcap = c->logit_cap});
 }
 
 // keeps norm(x), or x itself, as states of n positions from the `first` of this pass on
@@ -1626,16 +1624,15 @@ static void run_states(Session *s, const float *x, const Norm *w, int first, int
 static void run_nextn(Session *s, int l, int n) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[l];
-    const Matrix none = {0}, *embd[3] = {&w->embd, &none, &none};
+    const Matrix *embd[3] = {&w->embd};
     float *x = s->x + (size_t)(n - 1) * c->dim, *h = s->normed;   // of the last token
     int kind = c->nextn_layer_norm ? NORM_LAYER : c->norm;
     struct best_args a = {w->output.rows};
-    Epilogue pair = {.factor = 1, .step = 2 * c->dim}, before = pair;
-    Epilogue scaled = {.factor = c->logit_scale};
-    before.from = s->o.chunk - 1;
+    Epilogue pair = {.factor = 1, .step = 2 * c->dim}, scaled = {.factor = c->logit_scale};
     run_embed(s, embd, 1, s->x, n);
     run_norm(s, s->x, &w->embd_norm, c->norm, c->dim, s->normed, n, pair);
-    run_norm(s, s->states, &w->state_norm, c->norm, c->dim, s->normed + c->dim, n, before);
+    pair.from = s->o.chunk - 1;   // a token's state is the one before it
+    run_norm(s, s->states, &w->state_norm, c->norm, c->dim, s->normed + c->dim, n, pair);
     s->l = l;
     run_product(s, &w->joint, (Input){s->normed, NULL}, s->x, n, STORE);
     run_layer(s, w, n);
@@ -1647,9 +1644,9 @@ static void run_nextn(Session *s, int l, int n) {
                {0});
 }
 
-// Sends what n tokens in layers `from` to end-1 read besides weights and caches. Rows of these
-// layers' caches get positions, but not in a warm-up, which has no ids: no query ever sees its rows.
-// Returns a hash of all that changes the dispatches of n <= FEW tokens: equal keys, equal ones.
+// Sends what a pass of n tokens reads besides weights and caches. The rows of caches `from` to
+// end-1 get their positions, but not in a warm-up, which has no ids: then no query ever sees them.
+// Returns a hash of all that changes a few tokens' dispatches in these layers.
 static uint64_t send_tokens(Session *s, const int32_t *ids, int n, int pos, int from, int end) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
@@ -1679,14 +1676,13 @@ static uint64_t send_tokens(Session *s, const int32_t *ids, int n, int pos, int 
 static void run_layers(Session *s, int n) {
     const Model *m = s->m;
     const Config *c = &m->config;
-    const Matrix none = {0}, *embd[3] = {&m->embd, &m->pos_embd, &m->type_embd};
-    const Matrix *layers[3] = {&m->layer_embd, &none, &none};
+    const Matrix *embd[3] = {&m->embd, &m->pos_embd, &m->type_embd}, *layers[3] = {&m->layer_embd};
     int split = c->n_layer / MAX_SPLITS + SPLIT_LAYERS;
     run_embed(s, embd, c->embd_scale, s->x, n);
     if (c->per_layer) {   // see layer_inputs_row
         run_embed(s, layers, sqrtf(c->per_layer / 2.0f), s->inputs, n);
         run_product(s, &m->layer_proj, (Input){s->x, NULL}, s->gpu->inputs, n,
-                    (Epilogue){.kind = EPILOGUE_STORE, .factor = 1 / sqrtf(c->dim)});
+                    (Epilogue){.factor = 1 / sqrtf(c->dim)});
         run_norm(s, s->gpu->inputs, &m->layer_norm, NORM_RMS, c->per_layer, s->inputs,
                  n * c->n_layer,
                  (Epilogue){.kind = EPILOGUE_ADD, .other = s->inputs, .factor = sqrtf(0.5f)});
