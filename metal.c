@@ -203,8 +203,6 @@ static bool device_open(Gpu *g) {
     int devices = 0, error, major, minor, version = 0;
     Device *d = g->device = calloc(1, sizeof *d);
     g->longest = SIZE_MAX / 2;
-    g->many = LONG_LAUNCH;
-    g->own_cols = OWN_COLS;
     if (!from || !d) return false;
 #define X(name, types) missing = (*(void **)&d->name = dlsym(from, #name)) ? missing : #name;
     DRIVER(X)
@@ -600,8 +598,6 @@ static bool device_open(Gpu *g) {   // also compiles the kernels
     if (!d->device) return gpu_fail(g, "no Metal device", NULL);
     g->longest = send(max_length, d->device);
     g->cores = SOFT_CORES;
-    g->many = LONG_LAUNCH;
-    g->own_cols = OWN_COLS;
     g->room = SOFT_ROOM;
     d->queue = send(new_queue, d->device);
     if (!d->queue) return gpu_fail(g, "no command queue", NULL);
@@ -876,8 +872,7 @@ static void bind_matrix(Dispatch *d, struct kernel_matrix *to, int i, const Matr
     d->constant[C_RAGGED] |= w->cols % 32 != 0;
 }
 
-// x[n][cols] = scale * rows g->ids[n] of w[0], plus rows of w[1] (positions) and w[2] (token types)
-// where there are such
+// x[n][cols] = scale * rows g->ids[n] of w[0], plus rows of w[1] (positions), w[2] (types), if any
 static void run_embed(Session *s, const Matrix *const *w, float scale, float *x, int n) {
     struct embed_args a = {.cols = w[0]->cols};
     Dispatch d = {"embed", {[3] = s->gpu->ids, s->gpu->now, x}, 6, n, SIMD_LANES, 0, {0}};
@@ -1703,19 +1698,17 @@ static void run_layers(Session *s, int n) {
 
 // The end of a pass: fetches its logits, and returns whether the GPU has done its work. If not, the
 // GPU is closed, and the CPU may be unable to go on from what it has done, which lies in the GPU's
-// memory, or has changed a recurrent state half-way. Then the CPU evaluates the history up to pos
-// again, and the chunk from pos to `end`.
-static bool gpu_finish(Session *s, int rows, int pos, int end) {
+// memory, or has changed a recurrent state half-way. Then the CPU evaluates the history again.
+static bool gpu_finish(Session *s, int rows) {
+    int pos = s->pos, end = s->history.n, guesses = s->guesses;
     device_fetch(s->gpu, s->logits, (size_t)rows * s->m->config.n_vocab * sizeof *s->logits);
     bool ok = device_wait(s->gpu);
     if (!ok) gpu_close(s);
     if (ok || (!DEVICE_COPIES && !s->n_recurrent)) return ok;
-    int guesses = s->guesses;
     session_truncate(s, 0);
     s->guesses = 0;   // the history has none
     for (int p = 0, n; p < end; p += n) {
-        int stop = p < pos ? pos : end;   // chunks as before: one begins at pos
-        n = stop - p < s->o.chunk ? stop - p : s->o.chunk;
+        n = smaller((p < pos ? pos : end) - p, s->o.chunk);   // chunks as before: one begins at pos
         forward(s, s->history.id + p, n, p);
         s->seen = p + n;
     }
@@ -1728,7 +1721,7 @@ static bool gpu_finish(Session *s, int rows, int pos, int end) {
 static int best_parts(const Model *m, int l) { return div_up(m->layers[l].output.rows, BEST_IDS); }
 
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
-    int rows = n - first < LOGIT_ROWS ? n - first : LOGIT_ROWS;
+    int rows = smaller(n - first, LOGIT_ROWS);
     if (!s->gpu) return false;
     device_begin(s->gpu);
     for (s->l = 0; pos > s->seen && s->l < s->m->config.n_layer; s->l++)
@@ -1740,14 +1733,14 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
         run_layers(s, n);
         if (rows > 0) run_output(s, first, rows);
     }
-    return gpu_finish(s, rows, pos, pos);
+    return gpu_finish(s, rows);
 }
 
 static bool gpu_logits(Session *s, int first, int n) {
     if (!s->gpu) return false;
     device_begin(s->gpu);
     run_output(s, first, n);
-    return gpu_finish(s, n, s->pos, s->history.n);
+    return gpu_finish(s, n);
 }
 
 // nextn_forward. A GPU that fails here leaves no best id, so guesses end; the next pass closes it.
@@ -1909,7 +1902,7 @@ static void warm_up(Session *s) {
         run_layers(s, rows);
         run_output(s, 0, rows < LOGIT_ROWS ? rows : LOGIT_ROWS);
         for (int l = s->m->config.n_layer; l < s->n_cache; l++) run_nextn(s, l, rows);
-        gpu_finish(s, 0, 0, 0);
+        gpu_finish(s, 0);
     }
     memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
     gpu_store(s, true);
@@ -1944,7 +1937,7 @@ static int gpu_chunk(Session *s) {
     void (*const plans[])(Session *, Arena *) = {plan_caches, plan_scratch, plan_gpu};
     Gpu *g = s->gpu = calloc(1, sizeof *g);
     if (!g) return 0;
-    g->pool = s->pool;
+    *g = (Gpu){.pool = s->pool, .many = LONG_LAUNCH, .own_cols = OWN_COLS};
     bool ok = device_open(g);
     if (ok && lacks) ok = gpu_fail(g, "the GPU path does not know this model's", lacks);
     if (!ok) return gpu_close(s), 0;

@@ -4708,6 +4708,7 @@ static const char *const orders[] = {"forward", "reverse", "random"};
 
 static Gpu *lab_open(void) {
     Gpu *g = calloc(1, sizeof *g);
+    *g = (Gpu){.many = LONG_LAUNCH, .own_cols = OWN_COLS};
     REQUIRE(device_open(g), "%s", g->why);
     g->pool = pool_open(RECORDER ? 1 : count_cpus());
     return g;
