@@ -1692,8 +1692,7 @@ static void run_layers(Session *s, int n) {
         int done = s->l + 1;
         if (n > 1 ? done % split == 0 : done == EARLY_LAYERS) device_begin(s->gpu);
     }
-    if (s->n_cache > c->n_layer)
-        run_states(s, s->x, c->nextn_raw ? NULL : &m->out_norm, 0, n);
+    if (s->n_cache > c->n_layer) run_states(s, s->x, c->nextn_raw ? NULL : &m->out_norm, 0, n);
 }
 
 // The end of a pass: fetches its logits, and returns whether the GPU has done its work. If not, the
@@ -1725,8 +1724,7 @@ static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int firs
     if (!s->gpu) return false;
     device_begin(s->gpu);
     for (s->l = 0; pos > s->seen && s->l < s->m->config.n_layer; s->l++)
-        if (s->cache[s->l].state)
-            run_rule(s, &s->m->layers[s->l], pos - s->seen, s->gpu->sure);
+        if (s->cache[s->l].state) run_rule(s, &s->m->layers[s->l], pos - s->seen, s->gpu->sure);
     uint64_t key = send_tokens(s, ids, n, pos, 0, s->m->config.n_layer);
     s->gpu->sure = n - s->guesses;
     if (!device_again(s->gpu, is_few(s, n) ? n : 0, key + rows)) {
