@@ -114,6 +114,11 @@ static bool check(bool ok, const char *file, int line, const char *format, ...) 
 
 #define CHECK(ok, ...) check((ok), __FILE__, __LINE__, __VA_ARGS__)
 #define REQUIRE(ok, ...) (CHECK(ok, __VA_ARGS__) ? (void)0 : longjmp(test.end, 1))   // else it ends
+#define MUST(fn, ...) ({ /* calls what takes an Error as well */ \
+    Error e_ = {""}; \
+    __typeof__(fn(__VA_ARGS__, &e_)) result_ = fn(__VA_ARGS__, &e_); \
+    REQUIRE(result_, #fn ": %s", e_.text); \
+    result_; })
 
 static void close_model(void *m) { model_close(m); }
 static void close_session(void *s) { session_close(s); }
@@ -138,9 +143,8 @@ static void clean_up(void) {
 
 static Model *load(const char *path, bool weights) {
     Model *m = need(sizeof *m);
-    Error e = {""};
     at_end(close_model, m);
-    REQUIRE(model_load(m, path, weights, &e), "%s", e.text);
+    MUST(model_load, m, path, weights);
     return m;
 }
 
@@ -150,10 +154,9 @@ static const Tokenizer *open_tokenizer(const char *path) { return load(path, fal
 // on the CPU: the GPU in software is slow, and has tests of its own
 static Session *open_session(const Model *m, Options o) {
     Session *s = need(sizeof *s);
-    Error e = {""};
     o.cpu = true;
     at_end(close_session, s);
-    REQUIRE(session_open(s, m, o, &e), "%s", e.text);
+    MUST(session_open, s, m, o);
     return s;
 }
 
@@ -683,7 +686,6 @@ static void run_scenario(char **arg) {
     int n = atoi(arg[2]), answer = atoi(arg[3]), given = n, warm = n;
     Options o = {.window = atoi(arg[4]), .chunk = atoi(arg[5]), .threads = atoi(arg[6])};
     int32_t *ids = need((n + answer) * sizeof *ids);
-    Error e = {""};
     struct rusage usage;
     if (!o.window) o.window = n + answer;   // all of the text
     for (int i = 0; i < n + answer; i++) ids[i] = random_bits() % 100000;
@@ -691,8 +693,7 @@ static void run_scenario(char **arg) {
     Session *s = open_session(open_model(arg[1]), o);
     if (strcmp(arg[0], "load")) {   // the first turn; or to touch weights and scratch
         if (!second && n > s->o.chunk) warm = s->o.chunk;
-        Request first = {ids, warm, warm - 1, embed, NULL, NULL};
-        REQUIRE(session_run(s, first, &e), "%s", e.text);
+        MUST(session_run, s, (Request){ids, warm, warm - 1, embed, NULL, NULL});
         if (!reuse) session_truncate(s, 0);
         start = now();
     }
@@ -701,9 +702,9 @@ static void run_scenario(char **arg) {
         given = reuse ? answer : n;
         answer = 0;
     }
-    REQUIRE(session_run(s, (Request){ids, n, n - 1, embed, NULL, NULL}, &e), "%s", e.text);
+    MUST(session_run, s, (Request){ids, n, n - 1, embed, NULL, NULL});
     first = now() - start;
-    for (int i = 1; i <= answer; i++) REQUIRE(session_eval(s, ids, n + i, &e), "%s", e.text);
+    for (int i = 1; i <= answer; i++) MUST(session_eval, s, ids, n + i);
     getrusage(RUSAGE_SELF, &usage);
     printf("ours %.1f %.1f ", 1000 * first, given / first);
     printf(answer ? "%.1f " : "- ", answer / (now() - start - first));
@@ -729,10 +730,8 @@ static void run_answer(char **arg) {
     int n = atoi(arg[2]), answer = atoi(arg[3]), threads = atoi(arg[4]);
     Map text;
     Tokens t = {0};
-    Error e = {""};
-    REQUIRE(map_file(&text, "golden/story.txt", &e) &&
-            tokenize(story->tokenizer, (char *)text.base, text.size, NULL, 0, &t, &e),
-            "%s", e.text);
+    MUST(map_file, &text, "golden/story.txt");
+    MUST(tokenize, story->tokenizer, (char *)text.base, text.size, NULL, 0, &t);
     REQUIRE((int)t.n >= n + answer + FEW && n >= answer, "the text has %zu ids", t.n);
     for (int i = 0; i < answer; i++) {
         bool again = (*arg[0] == 'e' && i % 25) || (*arg[0] == 'q' && i / 16 % 2);
@@ -742,13 +741,13 @@ static void run_answer(char **arg) {
         Options o = {.threads = threads, .cpu = threads > 0, .draft = draft};
         Session s;
         o.window = n + answer + FEW;
-        REQUIRE(session_open(&s, m, o, &e), "%s", e.text);
-        REQUIRE(session_eval(&s, t.id, n - 1, &e), "%s", e.text);
+        MUST(session_open, &s, m, o);
+        MUST(session_eval, &s, t.id, n - 1);
         Dictation d = {&s, t.id + n, n, 0, 0};
         s.on_chunk = dictate;
         s.ctx = &d;
         double start = now();
-        REQUIRE(session_generate(&s, t.id, n, answer, (OnToken){count_id, &d}, &e), "%s", e.text);
+        MUST(session_generate, &s, t.id, n, answer, (OnToken){count_id, &d});
         printf("%s, --draft %d: %d tokens in %d passes, %.1f tok/s\n", arg[0], draft, d.made,
                d.passes, d.made / (now() - start));
         session_close(&s);
@@ -769,13 +768,11 @@ static bool keep_row(void *ctx, int i, const float *row) {
 
 // logits of ids[from..n-1], or an encoder's vectors
 static void get_rows(Session *s, const int32_t *ids, int n, int from, float *rows) {
-    Error e = {""};
     const Config *c = &s->m->config;
     bool hidden = c->encoder;
     int width = hidden ? c->dim : c->n_vocab;
     Rows out = {hidden ? NULL : s, rows - from * width, width};
-    Request r = {ids, n, from, hidden, keep_row, &out};
-    CHECK(session_run(s, r, &e), "%s", e.text);
+    MUST(session_run, s, (Request){ids, n, from, hidden, keep_row, &out});
 }
 
 static void last_row(Session *s, const int32_t *ids, int n, float *row) {
@@ -1854,7 +1851,7 @@ static void check_nextn(const char *name) {
     for (int k = 0; k < 2; k++) {
         s = open_session(g.m, (Options){.chunk = k ? 7 : 80, .threads = 1 + k, .draft = 1});
         for (int n = 1; n < g.n; n += k ? 9 : 1) {
-            REQUIRE(session_eval(s, g.ids, n, &(Error){""}), "%s", name);
+            MUST(session_eval, s, g.ids, n);
             nextn_follow(s, g.ids, n + 1);
             nextn_best(s, &(double){1});
             for (size_t i = 0; i < n_vocab; i++)
@@ -1868,8 +1865,8 @@ static void check_nextn(const char *name) {
     s = open_session(g.m, (Options){.threads = 1, .draft = FEW - 1});
     EACH_WORD(line, text, "\n") {
         int n = strtol(line, &line, 10);
-        REQUIRE(session_eval(s, g.ids, n - 1, &(Error){""}) && tokens_room(&s->history, n + FEW),
-                "%s", name);
+        MUST(session_eval, s, g.ids, n - 1);
+        REQUIRE(tokens_room(&s->history, n + FEW), "out of memory");
         s->history.id[n - 1] = g.ids[n - 1];
         int end = n + draft_ids(s, n, FEW - 1);
         for (line++; *line; n++) {
@@ -1927,7 +1924,7 @@ static void test_nextn(void) {
         }
         CHECK(wrong == (s->pause >= 28), "a rest is %d", s->pause);
         for (int i = 0; i < 2; i++, ids[48]++)   // a text that differs: rows before it are made
-            REQUIRE(session_eval(s, ids, 50, &(Error){""}), "a text");
+            MUST(session_eval, s, ids, 50);
         CHECK(s->cache[1].pos[cache_row(&s->cache[1], 47)] == 47, "a row of the block is missing");
     }
     // RoPE turns a block's heads also where no layer in its place would have it
@@ -2623,7 +2620,6 @@ static void test_sampler_choice(void) {
 // the session's sampler: seeded once, the first token drawn like every other, repeat_last_n
 static void test_sampler_session(void) {
     const Model *m = random_model(&(Shape){"llama", 1, "", ""});
-    Error e = {""};
     int32_t ids[6][9] = {{1, 2, 3}};
     bool first_differs = false;
     for (int run = 0; run < 6; run++) {   // three seeds, twice
@@ -2631,7 +2627,7 @@ static void test_sampler_session(void) {
         Session *s = open_session(m, o);
         memcpy(ids[run], ids[0], 3 * sizeof **ids);
         for (int n = 3; n < 9; n++)
-            ids[run][n] = session_sample(s, session_eval(s, ids[run], n, &e));
+            ids[run][n] = session_sample(s, MUST(session_eval, s, ids[run], n));
         CHECK(!memcmp(ids[run], ids[run & ~1], sizeof *ids), "seed %d: two texts", run / 2 + 1);
         first_differs |= ids[run][3] != ids[0][3];
     }
@@ -2640,7 +2636,7 @@ static void test_sampler_session(void) {
     for (int last_n = -1; last_n < 3; last_n++) {   // the penalty sees all of 5 6 7, none, 7, 6 7
         Options o = {.sampling = {.repeat_penalty = 1e6f, .repeat_last_n = last_n}};
         Session *s = open_session(m, o);
-        CHECK(session_eval(s, (int32_t[]){5, 6, 7}, 3, &e), "%s", e.text);
+        MUST(session_eval, s, (int32_t[]){5, 6, 7}, 3);
         int32_t id = session_sample(s, logits), want = last_n < 0 ? 1 : 7 - last_n;
         CHECK(id == want, "repeat_last_n %d: id %d, want %d", last_n, id, want);
     }
@@ -2680,10 +2676,8 @@ static const Tokenizer *written_tokenizer(Writer *w) {
 // ids of text [n] as decimal numbers
 static const char *ids_of(const Tokenizer *t, const char *s, size_t n, const void *mark, int how) {
     Tokens ids = {0};
-    Error e = {""};
-    bool ok = tokenize(t, s, n, mark, how, &ids, &e);
+    MUST(tokenize, t, s, n, mark, how, &ids);
     char *out = need(12 * ids.n), *end = out;
-    CHECK(ok, "%s", e.text);
     for (size_t i = 0; i < ids.n; i++) end += sprintf(end, "%s%d", i ? " " : "", ids.id[i]);
     free(ids.id);
     return out;
@@ -3168,14 +3162,13 @@ static void test_allocations(void) {
     CHECK(a.peak == 3ull << 33 && !resize(NULL, SIZE_MAX / 8 + 2, 8), "a size wraps");
     Rendered r = {0};
     Cli reads = {0}, lists = {.failure = 2};
-    Error e = {""};
     failing = allocations + 1;
     bool ok = parse_options(&lists, 4, (char *[]){"llm", "m", "--tokens", "1,2", NULL});
     CHECK(!ok && lists.failure == 1 && strstr(lists.e.text, "memory"), "%s", lists.e.text);
     failing = largest = 0;
     CHECK(read_file(&reads, "golden/archs/bert.tokens", &reads.said), "%s", reads.e.text);
     Str template = str("{{ messages[0].content }}");
-    CHECK(template_render(template, TALK, 1, NOTHING, NOTHING, -1, &r, &e), "%s", e.text);
+    MUST(template_render, template, TALK, 1, NOTHING, NOTHING, -1, &r);
     CHECK(reads.said.n && largest < 40 << 20, "%zu bytes for a short text", largest);
     rendered_free(&r);
     freed(reads.said.s);
@@ -5720,7 +5713,7 @@ static void compare_nextn(const Model *m, const int32_t *ids, int n, double near
         if (s->n_cache == m->config.n_layer) return;   // guesses would cost as much as tokens
         for (int k = 0, i = n - STEPS; k < STEPS; k++, row += V) {
             if (k % 2) nextn_forward(s, m->config.n_nextn > 1, ids + i + 1, 1, i + 1);
-            else REQUIRE(session_eval(s, ids, i += k / 2, &(Error){""}), "step %d", k);
+            else MUST(session_eval, s, ids, i += k / 2);
             if (k % 2 == 0) nextn_follow(s, ids, i + 1);
             best[cpu][k] = nextn_best(s, &(double){1});
             gpu_fetch(s, s->logits, V * sizeof *row);
