@@ -3178,7 +3178,7 @@ static void test_allocations(void) {
 
 static struct { int status; const char *out, *err; } cli;
 
-// Runs a command: llm is what is tested, $S the storyteller, $G golden/archs, $D for scratch.
+// Runs a command: llm is what is tested, $S the storyteller, $G golden/archs, $C scratch in $D.
 static void shell(const char *command) {
     const char *within = "llm() { $LLM \"$@\"; }; (%s) </dev/null >$D/out 2>$D/err";
     int status = system(text_of(within, command));
@@ -3428,12 +3428,12 @@ static void test_cli_numbers(void) {
 // A model that repeats itself: after a word of `chain` comes the next one, whatever stood before.
 // Embedding and output are one-hot, and the layer between adds nothing. Tokens are the ASCII
 // characters and some words; the last row is `nobody`. <think> and </think> are of type `thoughts`.
-static void write_scripted(const char *template, const char *chain, int thoughts) {
+static void write_scripted(const char *to, const char *template, const char *chain, int thoughts) {
     enum { D = 128, CONTROL = 96, DEFINED = 104, WORDS = 108 };   // where these tokens begin
     static const char *const parts[] = {"attn_norm", "ffn_norm", "attn_q", "attn_k", "attn_v",
                                         "attn_output", "ffn_gate", "ffn_up", "ffn_down"};
     char all[1024] = "\u0120,\u010A", *name[D];
-    int32_t n = 0, from = -1, to;
+    int32_t n = 0, from = -1, next;
     int64_t types[D];
     float *embd = need(D * D * sizeof *embd), *output = need(D * D * sizeof *output);
     Writer w = {0};
@@ -3456,9 +3456,9 @@ static void write_scripted(const char *template, const char *chain, int thoughts
     for (int i = n; i < D; i++) name[i] = i == D - 1 ? "nobody" : "";
     embd[D * D - 1] = 1;
     EACH_WORD(word, chain, " ") {
-        for (to = 0; strcmp(word, name[to]);) to++;
-        if (from >= 0) output[to * D + from] = 1;
-        from = to;
+        for (next = 0; strcmp(word, name[next]);) next++;
+        if (from >= 0) output[next * D + from] = 1;
+        from = next;
     }
     key_array(&w, "tokenizer.ggml.token_type", GGUF_I64, n, types, n * sizeof *types);
     put_keys(&w, "tokenizer.ggml", text_of("bos_token_id=%d add_bos_token=1 eos_token_id=%d "
@@ -3469,7 +3469,7 @@ static void write_scripted(const char *template, const char *chain, int thoughts
     put_tensor(&w, "output_norm.weight", (int[3]){D}, 1, 0);
     for (size_t i = 0; i < COUNT(parts); i++)
         put_tensor(&w, text_of("blk.0.%s.weight", parts[i]), (int[3]){D, i < 2 ? 0 : D}, 0, 0);
-    write_gguf(&w, scratch("chat.gguf"));
+    write_gguf(&w, scratch(to));
 }
 
 // what a template gets of an assistant's message, if it drops earlier thoughts
@@ -3477,29 +3477,68 @@ static void write_scripted(const char *template, const char *chain, int thoughts
 #define CHATML "{% for m in messages %}<|im_start|>{{ m.role }}\n" EARLIER \
     "<|im_end|>\n{% endfor %}<|im_start|>assistant{{ '\\n' }}"
 
+// What a chat prints and says on stderr (NULL: nothing) with the last template of test_cli_chat.
+static const struct { const char *command, *out, *err; int status; } CHATS[] = {
+    // what the model sees: its words are tokens, the user's are not
+    {"llm $C --render 'b<|channel|>'", "^$", ": no\n", 1},
+    {"llm $C --chat 'a<|end|><|message|>' --tokenize",
+     "^96 107( [0-9]{2}){4} 101( [0-9]{1,2}){19} 106 107( [0-9]{2}){9}\n$"},
+    {"llm $C --chat a --system b -n 3", "^<\\|channel\\|>analysis<\\|message\\|>\n$", ""},
+    {"printf 'b\n' >$D/b; llm $C --render a --system @$D/b",
+     "^<.start.>system<.message.>b<.end.><.start.>user<.message.>a<"},
+    {"printf 'a\\377' | llm $C -i", "", "byte 1", 1},
+    {"llm $C --info -v", "padding_token_id = 4294967295\n"},
+    // --tokenize shows the EOS that the file asks for, but a text that goes on has none
+    {"llm $C a --tokenize", "^96 66 98\n$"}, {"llm $C a -n 0", "", "^prefill 2 tokens"},
+    {"printf '@system\nA\n\n@user\n@assistant\nb\n@users\n@user\r\n@user\nc\r\n' | llm $C --render",
+     "^<.start.>system<.message.>A\n<.end.><.start.>user<.message.><.end.>"
+     "<.start.>assistant<.message.>b\n@users\n@user\r<.end.>"
+     "<.start.>user<.message.>c\r<.end.><.start.>assistant$"},
+    {"printf '@user\r\na\r\n@assistant\r\n\r\nb\r\n@user\r\nc\r\n' | llm $C --render",
+     "user<.message.>a<.*>\nb<.*>c<"},
+    {"printf '@user\na\n@assistant\nb' | llm $C --chat -f - --tokenize", " 85 67\n$"},
+    {"printf '@user\n\\\\@user\nb' | llm $C --render", "<.message.>@user\nb<.end.>"},
+    {"printf '{{ messages[0].content }}!' >$D/t; printf '@user' | "
+     "llm $S --render a -f - --template $D/t", "^a\n@user!$"},
+    // what cannot be saved is an error, and what was saved before stays, also behind a link
+    {"printf '\357\273\277a\n/save /dev/full\nb' | llm $C -i -c 8 -n 1", "",
+     "^note: [^\n]*--keep[^\n]*\nllm: /dev/full: No space[^\n]*\n$", 1},
+    {"(cd $D; echo old >a; chmod 640 a; ln -s a l); (ulimit -f 0; printf 'a\n/save '$D/l|"
+     "llm $C -i -n 0 2>&1) | cat; cat $D/a; ls $D | grep '^a[.]'; printf 'b\n/save - \n/save '$D/l'"
+     " \t\n' | llm $C -i -n 0; cat $D/a; ls -l $D/a; test -L $D/l", "^\nllm: [^\n]*/l: File too "
+     "large\nold\n\n(@user\nb\n@assistant\n\n){2}-rw-r-----[^\n]*/a\n$", "^prefill"},
+    // a conversation goes on and is written as it was read; any other text is a first message
+    {"printf '%s\n' @user '\\@user' '\\\\@system' @users '\\a' '' @assistant '' >$D/a; "
+     "printf '/save '$D/again | llm $C -i -f $D/a; cmp $D/a $D/again", "^$"},
+    {"printf 'a\n@user\r\n' >$D/b; printf '/save '$D/again | llm $C -i -f $D/b -n 1 >&2; "
+     "cat $D/again", "^@user\na\n.@user\n@assistant\n", ""}};
+
 // three turns with templates that treat thoughts as those of Qwen 3, Qwen 3.5, R1 and gpt-oss do
 static void test_cli_chat(void) {
-    static const struct { const char *template, *chain, *said, *kept; int reused, n; } chats[] = {
-        {CHATML, "\u010A <think> hm </think> yes <|im_end|>", "<think>hm</think>yes",
-         "<think>hm</think>yes", 89, 172},
+    static const struct {
+        const char *template, *chain, *said;
+        int reused, n;
+        const char *kept;   // in the conversation; NULL: all that is said
+    } chats[] = {
+        {CHATML, "\u010A <think> hm </think> yes <|im_end|>", "<think>hm</think>yes", 89, 172},
         {CHATML "<think>{{ '\\n' }}", "\u010A hm nobody </think> yes <|im_end|>",
-         "<think>\nhm</think>yes", "<think>\nhm</think>yes", 89, 178},
+         "<think>\nhm</think>yes", 89, 178},
         {"{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>" EARLIER "{% endfor %}"
          "<|assistant|><think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>",
-         "<think>\nhm</think>yes", "<think>\nhm</think>yes", 36, 70},
+         "<think>\nhm</think>yes", 36, 70},
         {"{% for m in messages %}{% if '<|channel|>' in m.content %}{{ raise_exception('no') }}"
          "{% endif %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
          "<|start|>assistant", "t <|channel|> analysis <|message|> hm <|end|> "
          "<|start|>assistant<|channel|>final<|message|> yes <|return|>",
          "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes",
-         "yes", 83, 160},
+         83, 160, "yes"},
     };
     for (size_t i = 0; i < COUNT(chats); i++) {
-        const char *said = chats[i].said, *kept = chats[i].kept;
+        const char *said = chats[i].said, *kept = chats[i].kept ? chats[i].kept : said;
         const char *counts = text_of("reused %d of %d tokens", chats[i].reused, chats[i].n);
-        write_scripted(chats[i].template, chats[i].chain, 4);
+        write_scripted("chat", chats[i].template, chats[i].chain, 4);
         shell("printf '\357\273\277a<|im_end|>\\r\\nb\\\\\\nc\\n/help\\nd\\n/save '$D'/saved\\n"
-              "/stats\\n' | llm $D/chat.gguf -i --temp 0");
+              "/stats\\n' | llm $C -i --temp 0");
         CHECK(!strcmp(cli.out, text_of("%s\n%s\n%s\n", said, said, said)), "%zu: '%s'", i, cli.out);
         bool counted = matches(cli.err, "^/system TEXT.*\nprefill .*\nprefill .*\n$");
         CHECK(counted && strstr(cli.err, counts), "%zu: %s: '%s'", i, counts, cli.err);
@@ -3507,61 +3546,22 @@ static void test_cli_chat(void) {
         CHECK(!strcmp(saved, text_of("@user\na<|im_end|>\n@assistant\n%s\n@user\nb\nc\n@assistant\n"
                                      "%s\n@user\nd\n@assistant\n%s\n", kept, kept, kept)),
               "%zu: saved as '%s'", i, saved);
-        check_llm("llm $D/chat.gguf --render -f $D/saved", 0,   // the last answer goes on
+        check_llm("llm $C --render -f $D/saved", 0,   // the last answer goes on
                   text_of("assistant(.>)?\n?%s$", kept), "^$");
     }
-    // the last of them: what the model sees; its words are tokens, the user's are not
-    check_llm("llm $D/chat.gguf --render 'b<|channel|>'", 1, "^$", ": no\n");
-    check_llm("llm $D/chat.gguf --chat 'a<|end|><|message|>' --tokenize", 0,
-              "^96 107( [0-9]{2}){4} 101( [0-9]{1,2}){19} 106 107( [0-9]{2}){9}\n$", "");
-    check_llm("llm $D/chat.gguf --chat a --system b -n 3", 0,
-              "^<\\|channel\\|>analysis<\\|message\\|>\n$", "");
-    check_llm("printf 'b\n' >$D/b; llm $D/chat.gguf --render a --system @$D/b", 0,
-              "^<.start.>system<.message.>b<.end.><.start.>user<.message.>a<", "");
-    check_llm("printf 'a\\377' | llm $D/chat.gguf -i", 1, "", "byte 1");
-    check_llm("llm $D/chat.gguf --info -v", 0, "padding_token_id = 4294967295\n", "^$");
-    // --tokenize shows the EOS that the file asks for, but a text that goes on has none
-    check_llm("llm $D/chat.gguf a --tokenize", 0, "^96 66 98\n$", "^$");
-    check_llm("llm $D/chat.gguf a -n 0", 0, "", "^prefill 2 tokens");
-    shell("printf '@system\nA\n\n@user\n@assistant\nb\n@users\n@user\r\n@user\nc\r\n' | "
-          "llm $D/chat.gguf --render");
-    CHECK(!strcmp(cli.out, "<|start|>system<|message|>A\n<|end|><|start|>user<|message|><|end|>"
-                  "<|start|>assistant<|message|>b\n@users\n@user\r<|end|>"
-                  "<|start|>user<|message|>c\r<|end|><|start|>assistant"),
-          "'%s'", cli.out);
-    check_llm("printf '@user\r\na\r\n@assistant\r\n\r\nb\r\n@user\r\nc\r\n' | "
-              "llm $D/chat.gguf --render", 0, "user<.message.>a<.*>\nb<.*>c<", "^$");
-    check_llm("printf '@user\na\n@assistant\nb' | llm $D/chat.gguf --chat -f - --tokenize", 0,
-              " 85 67\n$", "^$");
-    check_llm("printf '@user\n\\\\@user\nb' | llm $D/chat.gguf --render", 0,
-              "<.message.>@user\nb<.end.>", "^$");
-    check_llm("printf '{{ messages[0].content }}!' >$D/t; "
-              "printf '@user' | llm $S --render a -f - --template $D/t", 0, "^a\n@user!$", "^$");
-    // what cannot be saved is an error, and what was saved before stays, also behind a link
-    check_llm("printf '\357\273\277a\n/save /dev/full\nb' | llm $D/chat.gguf -i -c 8 -n 1", 1, "",
-              "^note: [^\n]*--keep[^\n]*\nllm: /dev/full: No space[^\n]*\n$");
-    check_llm("(cd $D; echo old >a; chmod 640 a; ln -s a l); (ulimit -f 0; printf 'a\n/save '$D/l|"
-              "llm $D/chat.gguf -i -n 0 2>&1) | cat; cat $D/a; ls $D | grep '^a[.]'; printf "
-              "'b\n/save - \n/save '$D/l' \t\n' | llm $D/chat.gguf -i -n 0; cat $D/a; ls -l $D/a; "
-              "test -L $D/l", 0, "^\nllm: [^\n]*/l: File too large\nold\n\n"
-              "(@user\nb\n@assistant\n\n){2}-rw-r-----[^\n]*/a\n$", "^prefill");
-    // a conversation goes on and is written as it was read; any other text is a first message
-    check_llm("printf '%s\n' @user '\\@user' '\\\\@system' @users '\\a' '' @assistant '' >$D/a; "
-              "printf '/save '$D/again | llm $D/chat.gguf -i -f $D/a; cmp $D/a $D/again",
-              0, "^$", "^$");
-    check_llm("printf 'a\n@user\r\n' >$D/b; printf '/save '$D/again | "
-              "llm $D/chat.gguf -i -f $D/b -n 1 >&2; cat $D/again", 0,
-              "^@user\na\n.@user\n@assistant\n", "");
+    for (size_t i = 0; i < COUNT(CHATS); i++)
+        check_llm(CHATS[i].command, CHATS[i].status, CHATS[i].out,
+                  CHATS[i].err ? CHATS[i].err : "^$");
     // --think sets what has either name; it is said where neither is looked at
     static const char *const think[][3] = {
         {"{{ enable_thinking }}", "^True$", "^$"}, {"{{ thinking }}", "^True$", "^$"},
         {"{{ messages[0].thinking }}", "^$", "^note: [^\n]*--think\n$"}};
     for (size_t i = 0; i < COUNT(think); i++) {
-        write_scripted(think[i][0], "t hm", 4);
-        check_llm("llm $D/chat.gguf --render a --think on", 0, think[i][1], think[i][2]);
+        write_scripted("chat", think[i][0], "t hm", 4);
+        check_llm("llm $C --render a --think on", 0, think[i][1], think[i][2]);
     }
-    write_scripted("{{ messages[0].content }}", "> yes <|im_end|>", 3);   // no thoughts are opened
-    check_llm("llm $D/chat.gguf --chat 'a<think>' --temp 0 -n 2", 0, "^yes\n$", "");
+    write_scripted("chat", "{{ messages[0].content }}", "> yes <|im_end|>", 3);   // no thoughts
+    check_llm("llm $C --chat 'a<think>' --temp 0 -n 2", 0, "^yes\n$", "");
 }
 
 enum { SCREEN = 1 << 16 };   // bytes that are shown, at most
@@ -3616,56 +3616,50 @@ static void test_cli_terminal(void) {
     cut[4999] = '\n';
     const char *known = "sh -c 'sh -c \"echo \\$\\$ >$D/pid; exec $LLM $D/%s\"; echo $?'";
     const struct { const char *command; int columns; const char *typed[11], *pattern; } shown[] = {
-        {text_of(known, "chat.gguf -i"), 80, {"> ", "half", "half", "!kill $(cat $D/pid)"},
+        {text_of(known, "chat -i"), 80, {"> ", "half", "half", "!kill $(cat $D/pid)"},
          "> half\r\n130\r\n$"},
-        {text_of(known, "silent.gguf --chat a -n -1 --temp 0"), 80, {"hm", "!kill $(cat $D/pid)"},
+        {text_of(known, "silent --chat a -n -1 --temp 0"), 80, {"hm", "!kill $(cat $D/pid)"},
          "^\033\\[2mhm\033\\[0m.*143\r\n$"},
-        {"$LLM $D/gptoss.gguf --chat a --temp 0", 80, {NULL}, "^\033\\[2mhm\033\\[0myes\r\n"},
-        {"sh -c 'stty -echo; $LLM $D/chat.gguf -i --temp 0; stty echo'", 80,
+        {"$LLM $D/gpt --chat a --temp 0", 80, {NULL}, "^\033\\[2mhm\033\\[0myes\r\n"},
+        {"sh -c 'stty -echo; $LLM $C -i --temp 0; stty echo'", 80,
          {"> ", "a\n", "\r\n> ", "/bye\n"}, "^> \033\\[2mhm"},
-        {"$LLM $D/chat.gguf -i", 20,
+        {"$LLM $C -i", 20,
          {"> ", "qqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqq\25Z", "> Z", "\3", "\r\n> ", "\4"},
          "> q{16}\r {19}\r\r\n\033\\[1A\0337> q{35}\0338\033\\[J\r\n\r\n\033\\[2A\0337> q{38}"
          "\0338\033\\[J> Z\r\n> \r\n$"},
-        {"TERM=dumb $LLM $D/chat.gguf -i", 80, {"> ", "ab\177", "\r> a", "\3", "\r\n> ", "\4"},
+        {"TERM=dumb $LLM $C -i", 80, {"> ", "ab\177", "\r> a", "\3", "\r\n> ", "\4"},
          "ab\r {79}\r> a\r\n> "},
-        {"$LLM $D/chat.gguf -i --temp 0", 80, {"> ", "a\n", "\r\n> ", "\4"},
+        {"$LLM $C -i --temp 0", 80, {"> ", "a\n", "\r\n> ", "\4"},
          "^> a\r\n\033\\[2mhm</think>\033\\[0myes.*\n> .*reused 0 of"},
-        {"$LLM $D/control.gguf --temp 0", 80, {"", "a\n", "\r\n> ", "\4"},   // no PROMPT: a chat
+        {"$LLM $D/control --temp 0", 80, {"", "a\n", "\r\n> ", "\4"},   // no PROMPT: a chat
          "> \033\\[2mhm\033\\[0myes.*\n> .*reused 0 of"},
-        {"$LLM $D/chat.gguf -i", 80, {"", cut, "\r\n> ", "\4"},
-         "> llm: the terminal cut[^\n]*\n> \r\n$"},
-        {"$LLM $D/chat.gguf -i", 80, {"", "a\\\n", "> > ", "half", "half", "\3", "\r\n> ", "\4"},
+        {"$LLM $C -i", 80, {"", cut, "\r\n> ", "\4"}, "> llm: the terminal cut[^\n]*\n> \r\n$"},
+        {"$LLM $C -i", 80, {"", "a\\\n", "> > ", "half", "half", "\3", "\r\n> ", "\4"},
          "> > half\r\n> \r\n$"},
-        {"setsid -cw sh -mc '$LLM $D/chat.gguf -i; stty -a; fg; stty -a; fg'", 80,
+        {"setsid -cw sh -mc '$LLM $C -i; stty -a; fg; stty -a; fg'", 80,
          {"> ", "half", "half", "\32", "> half", "\25\32", "\r\n> ", "\4"},
          " icanon.* echo .*> half.* icanon.* echo .*\n> \r\n$"},
-        {"$LLM $D/chat.gguf a -n 1", 80, {NULL}, "note: --chat answers"},
-        {"TERM=dumb $LLM $D/chat.gguf --chat aa -b 9 --temp 0", 80, {NULL},
+        {"$LLM $C a -n 1", 80, {NULL}, "note: --chat answers"},
+        {"TERM=dumb $LLM $C --chat aa -b 9 --temp 0", 80, {NULL},
          "^[^\033]*prefill 9[^\033]*hm</think>yes[^\033]*$"},
-        {"NO_COLOR=1 $LLM $D/chat.gguf --chat a --temp 0", 80, {NULL},
-         "^<think>\r\nhm</think>yes[^\033]*$"},
+        {"NO_COLOR=1 $LLM $C --chat a --temp 0", 80, {NULL}, "^<think>\r\nhm</think>yes[^\033]*$"},
         {"$LLM $S", 80, {NULL}, "^llm: no PROMPT given[^\r]*template; see --help\r\n$"},
-        {text_of(known, "endless.gguf -i -n -1 --temp 0"), 80,   // Ctrl-S, Ctrl-C, Ctrl-Q
+        {text_of(known, "endless -i -n -1 --temp 0"), 80,   // Ctrl-S, Ctrl-C, Ctrl-Q
          {"> ", "a\n", "hm", "\23", "", "!sleep .2; kill -INT $(cat $D/pid)", "", "\21",
           "\r\n> ", "\4"}, "^> a\r\n(hm)+\r\n> \r\nprefill[^\n]*\n0\r\n$"},
-        {"sh -c '$LLM $D/control.gguf -i --temp 0 >$D/o 2>$D/e; cat $D/o'", 80,
+        {"sh -c '$LLM $D/control -i --temp 0 >$D/o 2>$D/e; cat $D/o'", 80,
          {"> ", "a\n", "a\r\n> ", "\4"}, "^> a\r\n> \r\n<think>hm</think>yes\r\n$"},
-        {"setsid -wc sh -mc 'stty -echo; $LLM $D/control.gguf -i & until jobs >$D/o; "
+        {"setsid -wc sh -mc 'stty -echo; $LLM $D/control -i & until jobs >$D/o; "
          "grep -q topped $D/o; do sleep .05; done; stty echo; fg'", 80,
          {"> ", "ab", "ab", "\3", "\r\n> ", "\4"}, "> ab\r\n> \r\n"},
         {"$LLM $S 'Once upon a time' -b 2 -n 1 -t 1", 20, {NULL},
          "\r {19}\rprefill 2 of 5 toke\r {19}\rprefill 4 of 5 toke\r {19}\r"}};
-    write_scripted(CHATML, "\u010A <think> hm </think> yes <|im_end|>", 3);
-    CHECK(!rename(scratch("chat.gguf"), scratch("control.gguf")), "no scratch file");
-    check_llm("llm $D/control.gguf --chat a --temp 0", 0, "^<think>hm</think>yes\n$", "");
-    write_scripted("t", "t <|channel|> analysis <|message|> hm <|end|> yes <|return|>", 4);
-    CHECK(!rename(scratch("chat.gguf"), scratch("gptoss.gguf")), "no scratch file");
-    write_scripted(CHATML, "\u010A hm hm", 4);
-    CHECK(!rename(scratch("chat.gguf"), scratch("endless.gguf")), "no scratch file");
-    write_scripted("t<think>", "<think> hm <s> <s>", 4);   // it thinks without end or words
-    CHECK(!rename(scratch("chat.gguf"), scratch("silent.gguf")), "no scratch file");
-    write_scripted(CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", 4);
+    write_scripted("control", CHATML, "\u010A <think> hm </think> yes <|im_end|>", 3);
+    check_llm("llm $D/control --chat a --temp 0", 0, "^<think>hm</think>yes\n$", "");
+    write_scripted("gpt", "t", "t <|channel|> analysis <|message|> hm <|end|> yes <|return|>", 4);
+    write_scripted("endless", CHATML, "\u010A hm hm", 4);
+    write_scripted("silent", "t<think>", "<think> hm <s> <s>", 4);   // thinks without end or words
+    write_scripted("chat", CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", 4);
     for (size_t i = 0; i < COUNT(shown); i++) {
         if (!strncmp(shown[i].command, "setsid", 6) && system("setsid -w true 2>$D/e")) continue;
         const char *seen = on_terminal(shown[i].command, shown[i].columns, shown[i].typed);
@@ -3687,9 +3681,9 @@ static void test_cli_typing(void) {
         "\r\n> ", "@user\n", "\r\n> ", "b\n", "\r\n> ", system,
         "\r\n> ", "/system s\n", "\r\n> ", text_of("/save %s\n", scratch("saved")),
         "\r\n> ", "/exit \n", NULL};
-    write_scripted("{% if messages[0].content == 's' or messages[-1].content == 'b' %}"
+    write_scripted("chat", "{% if messages[0].content == 's' or messages[-1].content == 'b' %}"
                    "{{ raise_exception('no') }}{% endif %}" CHATML, "\u010A yes <|im_end|>", 4);
-    const char *seen = on_terminal("$LLM $D/chat.gguf -i --temp 0", 80, typed);
+    const char *seen = on_terminal("$LLM $C -i --temp 0", 80, typed);
     bool told = matches(seen, "byte 2 is 0xfc[^\n]*\r\n> .*: no;[^\n]*\r\n> .*: no;[^\n]*\r\n> ");
     CHECK(told, "%s", seen);
     const char *saved = read_all(scratch("saved"), NULL);
@@ -3754,10 +3748,10 @@ static void test_cli_machines(void) {
 static void test_cli_interrupt(void) {
     static const struct { const char *command, *typed; int status; } runs[] = {
         {"exec $LLM $S Once -n 100000000 -c 64 --temp 0", "", 130},
-        {"exec $LLM $D/chat.gguf Once -n 20 -i <>$D/nobody", "", 130},
-        {"exec $LLM $D/chat.gguf Once -i <>$D/nobody", "/bye\\n", 0},
-        {"trap \"\" INT; exec $LLM $D/chat.gguf Once -n 20 -i <>$D/nobody", "/bye\\n", 0}};
-    write_scripted(CHATML, "Ċ hm hm", 4);
+        {"exec $LLM $C Once -n 20 -i <>$D/nobody", "", 130},
+        {"exec $LLM $C Once -i <>$D/nobody", "/bye\\n", 0},
+        {"trap \"\" INT; exec $LLM $C Once -n 20 -i <>$D/nobody", "/bye\\n", 0}};
+    write_scripted("chat", CHATML, "Ċ hm hm", 4);
     CHECK(!mkfifo(scratch("nobody"), 0600), "no FIFO");
     for (int a = 0; a < 4; a++)
         check_llm(text_of(": >$D/said; (for i in $(seq 600); do sleep .05; "
@@ -6357,6 +6351,7 @@ int main(int argc, char **argv) {
     setenv("S", "golden/story.gguf", 1);
     setenv("G", "golden/archs", 1);
     setenv("D", test.dir, 1);
+    setenv("C", scratch("chat"), 1);
     for (size_t t = 0; t < COUNT(TESTS); t++) {
         bool chosen = !named;
         for (int i = 1; i < argc; i++) chosen |= !strcmp(argv[i], TESTS[t].name);
