@@ -154,7 +154,7 @@ struct Device {
     DRIVER(X) COMPILER(X)
 #undef X
     void *context, *stream;
-    // [n] the launches of n tokens whose tokens_key is `key`, or NULL; [FEW + n] in a nextn block
+    // [n] the launches of n tokens with send_tokens' key, or NULL; [FEW + n] those in a nextn block
     void *graph[2 * FEW + 1];
     uint64_t key[2 * FEW + 1], last[2 * FEW + 1];   // last: of the latest n tokens without a graph
     int n;                      // the launches of n tokens are captured
@@ -203,8 +203,6 @@ static bool device_open(Gpu *g) {
     int devices = 0, error, major, minor, version = 0;
     Device *d = g->device = calloc(1, sizeof *d);
     g->longest = SIZE_MAX / 2;
-    g->many = LONG_LAUNCH;
-    g->own_cols = OWN_COLS;
     if (!from || !d) return false;
 #define X(name, types) missing = (*(void **)&d->name = dlsym(from, #name)) ? missing : #name;
     DRIVER(X)
@@ -600,8 +598,6 @@ static bool device_open(Gpu *g) {   // also compiles the kernels
     if (!d->device) return gpu_fail(g, "no Metal device", NULL);
     g->longest = send(max_length, d->device);
     g->cores = SOFT_CORES;
-    g->many = LONG_LAUNCH;
-    g->own_cols = OWN_COLS;
     g->room = SOFT_ROOM;
     d->queue = send(new_queue, d->device);
     if (!d->queue) return gpu_fail(g, "no command queue", NULL);
@@ -876,12 +872,12 @@ static void bind_matrix(Dispatch *d, struct kernel_matrix *to, int i, const Matr
     d->constant[C_RAGGED] |= w->cols % 32 != 0;
 }
 
-// x[n][cols] = scale * rows g->ids[n] of w[0], plus rows of w[1] (positions) and w[2] (token types)
+// x[n][cols] = scale * rows g->ids[n] of w[0], plus rows of w[1] (positions), w[2] (types), if any
 static void run_embed(Session *s, const Matrix *const *w, float scale, float *x, int n) {
     struct embed_args a = {.cols = w[0]->cols};
     Dispatch d = {"embed", {[3] = s->gpu->ids, s->gpu->now, x}, 6, n, SIMD_LANES, 0, {0}};
     for (int i = 0; i < 3; i++)
-        if (w[i]->data) bind_matrix(&d, a.w, i, w[i], NO_BIAS, false);
+        if (w[i] && w[i]->data) bind_matrix(&d, a.w, i, w[i], NO_BIAS, false);
     a.w[0].scale *= scale;
     gpu_dispatch(s->gpu, &d, &a, sizeof a);
 }
@@ -1157,11 +1153,14 @@ static void run_gemm(Session *s, Products p) {
 static bool is_few(const Session *s, int n) { return n == 1 || (n <= FEW && s->m->config.causal); }
 
 // one dispatch, or for a chunk two; for a few tokens as many as run_ring needs
+static void run_any(Session *s, Products p) {
+    if (is_few(s, p.n)) run_gemv(s, p);
+    else run_gemm(s, p);
+}
+
 static void run_products(Session *s, const Matrix *const *w, int k, Input in, float *const *y,
                          int n, Epilogue e) {
-    Products p = {w, k, in, y, n, e, EXPERTS_NONE};
-    if (is_few(s, n)) run_gemv(s, p);
-    else run_gemm(s, p);
+    run_any(s, (Products){w, k, in, y, n, e, EXPERTS_NONE});
 }
 
 static void run_product(Session *s, const Matrix *w, Input in, float *y, int n, Epilogue e) {
@@ -1301,9 +1300,7 @@ static void run_heads(Session *s, const Matrix *w, const float *x, float *y, int
     one.x_step /= n_head;
     one.out_step /= n_head;
     w = &one;
-    Products p = {&w, 1, {x, NULL}, &y, n, STORE, EXPERTS_HEADS};
-    if (is_few(s, n)) run_gemv(s, p);
-    else run_gemm(s, p);
+    run_any(s, (Products){&w, 1, {x, NULL}, &y, n, STORE, EXPERTS_HEADS});
 }
 
 static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_row, for n tokens
@@ -1413,12 +1410,9 @@ static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, fl
                             Epilogue e) {
     Gpu *g = s->gpu;
     const Matrix *down = &w->down;
-    bool few = is_few(s, n);
     struct weigh_args a = {down->rows, w->n_used, shared->data != NULL,
-                           w->shared_router.data != NULL, !few, e.factor};
-    Products p = {&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED};
-    if (few) run_gemv(s, p);
-    else run_gemm(s, p);
+                           w->shared_router.data != NULL, !is_few(s, n), e.factor};
+    run_any(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED});
     if (a.shared) run_product(s, shared, (Input){s->up, NULL}, s->expert_out, n, STORE);
     run_kernel(s, a, "weigh_experts", {g->gate, s->weight, g->place, s->expert_out, s->gathered,
                                        e.other, y}, 7, n, threads_for(down->rows, NORM_THREADS), 0,
@@ -1612,8 +1606,7 @@ static void run_output(Session *s, int first, int n) {
     size_t at = (size_t)first * c->dim;
     Input in = run_input(s, s->x + at, &s->m->out_norm, s->normed + at, n);
     run_product(s, &s->m->output, in, s->logits, n,
-                (Epilogue){.kind = EPILOGUE_STORE, .factor = c->logit_scale,
-                           .softcap = c->logit_cap});
+                (Epilogue){.factor = c->logit_scale, .softcap = c->logit_cap});
 }
 
 // keeps norm(x), or x itself, as states of n positions from the `first` of this pass on
@@ -1626,16 +1619,15 @@ static void run_states(Session *s, const float *x, const Norm *w, int first, int
 static void run_nextn(Session *s, int l, int n) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[l];
-    const Matrix none = {0}, *embd[3] = {&w->embd, &none, &none};
+    const Matrix *embd[3] = {&w->embd};
     float *x = s->x + (size_t)(n - 1) * c->dim, *h = s->normed;   // of the last token
     int kind = c->nextn_layer_norm ? NORM_LAYER : c->norm;
     struct best_args a = {w->output.rows};
-    Epilogue pair = {.factor = 1, .step = 2 * c->dim}, before = pair;
-    Epilogue scaled = {.factor = c->logit_scale};
-    before.from = s->o.chunk - 1;
+    Epilogue pair = {.factor = 1, .step = 2 * c->dim}, scaled = {.factor = c->logit_scale};
     run_embed(s, embd, 1, s->x, n);
     run_norm(s, s->x, &w->embd_norm, c->norm, c->dim, s->normed, n, pair);
-    run_norm(s, s->states, &w->state_norm, c->norm, c->dim, s->normed + c->dim, n, before);
+    pair.from = s->o.chunk - 1;   // a token's state is the one before it
+    run_norm(s, s->states, &w->state_norm, c->norm, c->dim, s->normed + c->dim, n, pair);
     s->l = l;
     run_product(s, &w->joint, (Input){s->normed, NULL}, s->x, n, STORE);
     run_layer(s, w, n);
@@ -1649,37 +1641,43 @@ static void run_nextn(Session *s, int l, int n) {
 
 // Sends what a pass of n tokens reads besides weights and caches. The rows of caches `from` to
 // end-1 get their positions, but not in a warm-up, which has no ids: then no query ever sees them.
-static void send_tokens(Session *s, const int32_t *ids, int n, int pos, int from, int end) {
+// Returns a hash of all that changes a few tokens' dispatches in these layers.
+static uint64_t send_tokens(Session *s, const int32_t *ids, int n, int pos, int from, int end) {
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
+    uint64_t key = from;
     s->pos = pos;
     g->now[NOW_POS] = pos;
     g->now[NOW_PLACED] = ids != NULL;
     g->now[NOW_STOOD] = ids ? pos - s->seen : 0;
     g->now[NOW_GUESSES] = s->guesses;
     for (int i = 0; i < n; i++) g->ids[i] = ids ? ids[i] : 0;
-    for (int l = from; ids && l < end; l++)
-        for (int i = 0; s->cache[l].rows && i < n; i++)
-            s->cache[l].pos[cache_row(&s->cache[l], pos + i)] = pos + i;
-    each_row(s, angles_row, &s->m->config, n);
+    for (int l = from; l < end; l++) {
+        Cache *kv = &s->cache[l];
+        if (!kv->rows) continue;
+        Spread x = attention_spread(&s->m->layers[l], smaller(pos + n, kv->rows), true);
+        key = (key ^ (x.slices << 8 | x.heads)) * 0x100000001b3;
+        for (int i = 0; ids && i < n; i++) kv->pos[cache_row(kv, pos + i)] = pos + i;
+    }
+    each_row(s, angles_row, c, n);
     device_send(g, g->now, NOW_COUNTS * sizeof *g->now);
     device_send(g, g->ids, n * sizeof *g->ids);
     device_send(g, s->angles[FULL], (size_t)n * c->n_rot[FULL] * sizeof(float));
     device_send(g, s->angles[WINDOWED], (size_t)n * c->n_rot[WINDOWED] * sizeof(float));
+    return key;
 }
 
 // embedding and all layers
 static void run_layers(Session *s, int n) {
     const Model *m = s->m;
     const Config *c = &m->config;
-    const Matrix none = {0}, *embd[3] = {&m->embd, &m->pos_embd, &m->type_embd};
-    const Matrix *layers[3] = {&m->layer_embd, &none, &none};
+    const Matrix *embd[3] = {&m->embd, &m->pos_embd, &m->type_embd}, *layers[3] = {&m->layer_embd};
     int split = c->n_layer / MAX_SPLITS + SPLIT_LAYERS;
     run_embed(s, embd, c->embd_scale, s->x, n);
     if (c->per_layer) {   // see layer_inputs_row
         run_embed(s, layers, sqrtf(c->per_layer / 2.0f), s->inputs, n);
         run_product(s, &m->layer_proj, (Input){s->x, NULL}, s->gpu->inputs, n,
-                    (Epilogue){.kind = EPILOGUE_STORE, .factor = 1 / sqrtf(c->dim)});
+                    (Epilogue){.factor = 1 / sqrtf(c->dim)});
         run_norm(s, s->gpu->inputs, &m->layer_norm, NORM_RMS, c->per_layer, s->inputs,
                  n * c->n_layer,
                  (Epilogue){.kind = EPILOGUE_ADD, .other = s->inputs, .factor = sqrtf(0.5f)});
@@ -1694,38 +1692,22 @@ static void run_layers(Session *s, int n) {
         int done = s->l + 1;
         if (n > 1 ? done % split == 0 : done == EARLY_LAYERS) device_begin(s->gpu);
     }
-    if (s->n_cache > c->n_layer)
-        run_states(s, s->x, c->nextn_raw ? NULL : &m->out_norm, 0, n);
-}
-
-// a hash of all that changes the dispatches of up to FEW tokens through layers `from` to end-1:
-// equal keys, equal dispatches
-static uint64_t tokens_key(const Session *s, int n, int rows, int from, int end) {
-    uint64_t key = (rows * (FEW + 1) + n) * 0x100000001b3 + from;
-    for (int l = from; l < end; l++) {
-        const Layer *w = &s->m->layers[l];
-        Spread x = {0};
-        if (w->n_kv) x = attention_spread(w, smaller(s->pos + n, s->cache[l].rows), true);
-        key = (key ^ (x.slices << 8 | x.heads)) * 0x100000001b3;
-    }
-    return key;
+    if (s->n_cache > c->n_layer) run_states(s, s->x, c->nextn_raw ? NULL : &m->out_norm, 0, n);
 }
 
 // The end of a pass: fetches its logits, and returns whether the GPU has done its work. If not, the
 // GPU is closed, and the CPU may be unable to go on from what it has done, which lies in the GPU's
-// memory, or has changed a recurrent state half-way. Then the CPU evaluates the history up to pos
-// again, and the chunk from pos to `end`.
-static bool gpu_finish(Session *s, int rows, int pos, int end) {
+// memory, or has changed a recurrent state half-way. Then the CPU evaluates the history again.
+static bool gpu_finish(Session *s, int rows) {
+    int pos = s->pos, end = s->history.n, guesses = s->guesses;
     device_fetch(s->gpu, s->logits, (size_t)rows * s->m->config.n_vocab * sizeof *s->logits);
     bool ok = device_wait(s->gpu);
     if (!ok) gpu_close(s);
     if (ok || (!DEVICE_COPIES && !s->n_recurrent)) return ok;
-    int guesses = s->guesses;
     session_truncate(s, 0);
     s->guesses = 0;   // the history has none
     for (int p = 0, n; p < end; p += n) {
-        int stop = p < pos ? pos : end;   // chunks as before: one begins at pos
-        n = stop - p < s->o.chunk ? stop - p : s->o.chunk;
+        n = smaller((p < pos ? pos : end) - p, s->o.chunk);   // chunks as before: one begins at pos
         forward(s, s->history.id + p, n, p);
         s->seen = p + n;
     }
@@ -1738,27 +1720,25 @@ static bool gpu_finish(Session *s, int rows, int pos, int end) {
 static int best_parts(const Model *m, int l) { return div_up(m->layers[l].output.rows, BEST_IDS); }
 
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
-    int rows = n - first < LOGIT_ROWS ? n - first : LOGIT_ROWS;
+    int rows = smaller(n - first, LOGIT_ROWS);
     if (!s->gpu) return false;
     device_begin(s->gpu);
     for (s->l = 0; pos > s->seen && s->l < s->m->config.n_layer; s->l++)
-        if (s->cache[s->l].state)
-            run_rule(s, &s->m->layers[s->l], pos - s->seen, s->gpu->sure);
-    send_tokens(s, ids, n, pos, 0, s->m->config.n_layer);
+        if (s->cache[s->l].state) run_rule(s, &s->m->layers[s->l], pos - s->seen, s->gpu->sure);
+    uint64_t key = send_tokens(s, ids, n, pos, 0, s->m->config.n_layer);
     s->gpu->sure = n - s->guesses;
-    int few = is_few(s, n) ? n : 0;
-    if (!device_again(s->gpu, few, tokens_key(s, few, rows, 0, s->m->config.n_layer))) {
+    if (!device_again(s->gpu, is_few(s, n) ? n : 0, key + rows)) {
         run_layers(s, n);
         if (rows > 0) run_output(s, first, rows);
     }
-    return gpu_finish(s, rows, pos, pos);
+    return gpu_finish(s, rows);
 }
 
 static bool gpu_logits(Session *s, int first, int n) {
     if (!s->gpu) return false;
     device_begin(s->gpu);
     run_output(s, first, n);
-    return gpu_finish(s, n, s->pos, s->history.n);
+    return gpu_finish(s, n);
 }
 
 // nextn_forward. A GPU that fails here leaves no best id, so guesses end; the next pass closes it.
@@ -1767,8 +1747,7 @@ static bool gpu_nextn(Session *s, int block, const int32_t *ids, int n, int pos)
     int l = s->m->config.n_layer + block, few = is_few(s, n) ? FEW + n : 0;
     if (!g) return false;
     device_begin(g);
-    send_tokens(s, ids, n, pos, l, l + 1);
-    if (!device_again(g, few, tokens_key(s, n, 0, l, l + 1))) run_nextn(s, l, n);
+    if (!device_again(g, few, send_tokens(s, ids, n, pos, l, l + 1))) run_nextn(s, l, n);
     s->l = l;
     device_fetch(g, g->best, best_parts(s->m, l) * 3 * sizeof *g->best);
     if (!device_wait(g)) g->best[2] = NAN;
@@ -1921,7 +1900,7 @@ static void warm_up(Session *s) {
         run_layers(s, rows);
         run_output(s, 0, rows < LOGIT_ROWS ? rows : LOGIT_ROWS);
         for (int l = s->m->config.n_layer; l < s->n_cache; l++) run_nextn(s, l, rows);
-        gpu_finish(s, 0, 0, 0);
+        gpu_finish(s, 0);
     }
     memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
     gpu_store(s, true);
@@ -1956,7 +1935,7 @@ static int gpu_chunk(Session *s) {
     void (*const plans[])(Session *, Arena *) = {plan_caches, plan_scratch, plan_gpu};
     Gpu *g = s->gpu = calloc(1, sizeof *g);
     if (!g) return 0;
-    g->pool = s->pool;
+    *g = (Gpu){.pool = s->pool, .many = LONG_LAUNCH, .own_cols = OWN_COLS};
     bool ok = device_open(g);
     if (ok && lacks) ok = gpu_fail(g, "the GPU path does not know this model's", lacks);
     if (!ok) return gpu_close(s), 0;

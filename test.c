@@ -114,6 +114,11 @@ static bool check(bool ok, const char *file, int line, const char *format, ...) 
 
 #define CHECK(ok, ...) check((ok), __FILE__, __LINE__, __VA_ARGS__)
 #define REQUIRE(ok, ...) (CHECK(ok, __VA_ARGS__) ? (void)0 : longjmp(test.end, 1))   // else it ends
+#define MUST(fn, ...) ({ /* calls what takes an Error as well */ \
+    Error e_ = {""}; \
+    __typeof__(fn(__VA_ARGS__, &e_)) result_ = fn(__VA_ARGS__, &e_); \
+    REQUIRE(result_, #fn ": %s", e_.text); \
+    result_; })
 
 static void close_model(void *m) { model_close(m); }
 static void close_session(void *s) { session_close(s); }
@@ -138,9 +143,8 @@ static void clean_up(void) {
 
 static Model *load(const char *path, bool weights) {
     Model *m = need(sizeof *m);
-    Error e = {""};
     at_end(close_model, m);
-    REQUIRE(model_load(m, path, weights, &e), "%s", e.text);
+    MUST(model_load, m, path, weights);
     return m;
 }
 
@@ -150,10 +154,9 @@ static const Tokenizer *open_tokenizer(const char *path) { return load(path, fal
 // on the CPU: the GPU in software is slow, and has tests of its own
 static Session *open_session(const Model *m, Options o) {
     Session *s = need(sizeof *s);
-    Error e = {""};
     o.cpu = true;
     at_end(close_session, s);
-    REQUIRE(session_open(s, m, o, &e), "%s", e.text);
+    MUST(session_open, s, m, o);
     return s;
 }
 
@@ -683,7 +686,6 @@ static void run_scenario(char **arg) {
     int n = atoi(arg[2]), answer = atoi(arg[3]), given = n, warm = n;
     Options o = {.window = atoi(arg[4]), .chunk = atoi(arg[5]), .threads = atoi(arg[6])};
     int32_t *ids = need((n + answer) * sizeof *ids);
-    Error e = {""};
     struct rusage usage;
     if (!o.window) o.window = n + answer;   // all of the text
     for (int i = 0; i < n + answer; i++) ids[i] = random_bits() % 100000;
@@ -691,8 +693,7 @@ static void run_scenario(char **arg) {
     Session *s = open_session(open_model(arg[1]), o);
     if (strcmp(arg[0], "load")) {   // the first turn; or to touch weights and scratch
         if (!second && n > s->o.chunk) warm = s->o.chunk;
-        Request first = {ids, warm, warm - 1, embed, NULL, NULL};
-        REQUIRE(session_run(s, first, &e), "%s", e.text);
+        MUST(session_run, s, (Request){ids, warm, warm - 1, embed, NULL, NULL});
         if (!reuse) session_truncate(s, 0);
         start = now();
     }
@@ -701,9 +702,9 @@ static void run_scenario(char **arg) {
         given = reuse ? answer : n;
         answer = 0;
     }
-    REQUIRE(session_run(s, (Request){ids, n, n - 1, embed, NULL, NULL}, &e), "%s", e.text);
+    MUST(session_run, s, (Request){ids, n, n - 1, embed, NULL, NULL});
     first = now() - start;
-    for (int i = 1; i <= answer; i++) REQUIRE(session_eval(s, ids, n + i, &e), "%s", e.text);
+    for (int i = 1; i <= answer; i++) MUST(session_eval, s, ids, n + i);
     getrusage(RUSAGE_SELF, &usage);
     printf("ours %.1f %.1f ", 1000 * first, given / first);
     printf(answer ? "%.1f " : "- ", answer / (now() - start - first));
@@ -729,10 +730,8 @@ static void run_answer(char **arg) {
     int n = atoi(arg[2]), answer = atoi(arg[3]), threads = atoi(arg[4]);
     Map text;
     Tokens t = {0};
-    Error e = {""};
-    REQUIRE(map_file(&text, "golden/story.txt", &e) &&
-            tokenize(story->tokenizer, (char *)text.base, text.size, NULL, 0, &t, &e),
-            "%s", e.text);
+    MUST(map_file, &text, "golden/story.txt");
+    MUST(tokenize, story->tokenizer, (char *)text.base, text.size, NULL, 0, &t);
     REQUIRE((int)t.n >= n + answer + FEW && n >= answer, "the text has %zu ids", t.n);
     for (int i = 0; i < answer; i++) {
         bool again = (*arg[0] == 'e' && i % 25) || (*arg[0] == 'q' && i / 16 % 2);
@@ -742,13 +741,13 @@ static void run_answer(char **arg) {
         Options o = {.threads = threads, .cpu = threads > 0, .draft = draft};
         Session s;
         o.window = n + answer + FEW;
-        REQUIRE(session_open(&s, m, o, &e), "%s", e.text);
-        REQUIRE(session_eval(&s, t.id, n - 1, &e), "%s", e.text);
+        MUST(session_open, &s, m, o);
+        MUST(session_eval, &s, t.id, n - 1);
         Dictation d = {&s, t.id + n, n, 0, 0};
         s.on_chunk = dictate;
         s.ctx = &d;
         double start = now();
-        REQUIRE(session_generate(&s, t.id, n, answer, (OnToken){count_id, &d}, &e), "%s", e.text);
+        MUST(session_generate, &s, t.id, n, answer, (OnToken){count_id, &d});
         printf("%s, --draft %d: %d tokens in %d passes, %.1f tok/s\n", arg[0], draft, d.made,
                d.passes, d.made / (now() - start));
         session_close(&s);
@@ -769,13 +768,11 @@ static bool keep_row(void *ctx, int i, const float *row) {
 
 // logits of ids[from..n-1], or an encoder's vectors
 static void get_rows(Session *s, const int32_t *ids, int n, int from, float *rows) {
-    Error e = {""};
     const Config *c = &s->m->config;
     bool hidden = c->encoder;
     int width = hidden ? c->dim : c->n_vocab;
     Rows out = {hidden ? NULL : s, rows - from * width, width};
-    Request r = {ids, n, from, hidden, keep_row, &out};
-    CHECK(session_run(s, r, &e), "%s", e.text);
+    MUST(session_run, s, (Request){ids, n, from, hidden, keep_row, &out});
 }
 
 static void last_row(Session *s, const int32_t *ids, int n, float *row) {
@@ -1273,18 +1270,18 @@ static void test_gguf_shapes(void) {
         }
 }
 
-// Nothing in a file is passed over, and nothing that such a model has may be missing.
+// Nothing in a file is passed over, but for some tensors of a Llama, and nothing that such a model
+// has may be missing.
+static const char PASSED_OVER[] =
+    "mm.0.weight v.blk.0.attn_gate.weight a.position_embd.weight cls.output.weight mtp.fc.weight "
+    "s.blk.0.weight model.vision_tower.std_bias blk.1.attn_q.input_scale";
+static const char NO_PART[] =
+    "x.vis_attn_qkv.weight blk.2.attn_q.bias blk.0.ffn_up_gate.weight output_scale.weight "
+    "blk.1.v.weight position_embd.weight blk.1.attn_q.input_scales blk.1.indexer.k.weight";
 #define LLAMA {"llama", 2, "", ""}
 #define NEXTN {"llama", 3, "", "nextn_predict_layers=1"}
 static const Odd WHOLE[] = {
     {LLAMA, {NULL, NEW_TENSOR, "mark", 0}},   // it holds nothing
-    {LLAMA, {NULL, NEW_TENSOR, "mm.0.weight", 8}},
-    {LLAMA, {NULL, NEW_TENSOR, "v.blk.0.attn_gate.weight", 8}},
-    {LLAMA, {NULL, NEW_TENSOR, "a.position_embd.weight", 8}},
-    {LLAMA, {NULL, NEW_TENSOR, "cls.output.weight", 8}},
-    {LLAMA, {NULL, NEW_TENSOR, "mtp.fc.weight", 8}},
-    {LLAMA, {NULL, NEW_TENSOR, "s.blk.0.weight", 8}},
-    {LLAMA, {NULL, NEW_TENSOR, "model.vision_tower.std_bias", 8}},
     {{"lfm2", 2, "HCkNQ", "shortconv.l_cache=3 feed_forward_length=40"}, {NULL}},   // it is 48
     {{"llama", 1, "", ""}, {NULL, RENAME, "blk.0.attn_output.weight",
                             .text = "blk.0.attn_out.weight"}},   // Ollama's name
@@ -1292,15 +1289,10 @@ static const Odd WHOLE[] = {
     {{"glm4moelite", 2, "cq", "attention.kv_lora_rank=20 rope.dimension_count=8 "
       "attention.key_length=16 attention.key_length_mla=28 attention.value_length_mla=20"},
      {NULL}},   // of a head, of the latent row: other files have it the other way round
-    {LLAMA, {NULL, NEW_TENSOR, "blk.1.attn_q.input_scale", 1}},
     {{"cogvlm", 1, "f", ""}, {NULL, NEW_TENSOR, "blk.0.vis_attn_qkv.weight", 8}},
-    {LLAMA, {"no part", NEW_TENSOR, "x.vis_attn_qkv.weight", 8}},
     {NEXTN, {NULL, NEW_TENSOR, "blk.2.nextn.eh_proj.weight", 8}},
     {{"mamba2", 2, "MZY", SPACE_KEYS}, {NULL}},   // with a feed_forward_length, no FFN
     {NEXTN, {"blk.2.attn_k.weight: no part of a llama model of 2 layers"}},
-    {LLAMA, {"q.bias: no part", NEW_TENSOR, "blk.2.attn_q.bias", 64}},
-    {LLAMA, {"gate.weight: no", NEW_TENSOR, "blk.0.ffn_up_gate.weight", 8}},
-    {LLAMA, {"scale.weight: no", NEW_TENSOR, "output_scale.weight", 1}},
     {LLAMA, {"token_embd: bias or scale", NEW_TENSOR, "token_embd.bias", 64}},
     {{"gpt2", 1, "nboBgfP", ""}, {"bias or scale", NEW_TENSOR, "position_embd.bias", 96}},
     {{"gpt2", 1, "nboBgfP", ""}, {"bias or scale", NEW_TENSOR, "position_embd.scale", 1}},
@@ -1310,17 +1302,12 @@ static const Odd WHOLE[] = {
     {LLAMA, {NULL, TYPE, "blk.1.attn_output.weight", 40, 1, "blk.1.attn_output.scale"}},
     {LLAMA, {"attn_k_norm.weight is missing", NEW_TENSOR, "blk.0.attn_q_norm.weight", 16}},
     {LLAMA, {"attn_q_norm.weight is missing", NEW_TENSOR, "blk.0.attn_k_norm.weight", 16}},
-    {LLAMA, {"blk.1.v.weight: no part", NEW_TENSOR, "blk.1.v.weight", 8}},
-    {LLAMA, {"position_embd.weight: no part", NEW_TENSOR, "position_embd.weight", 64}},
-    {LLAMA, {"scales: no part", NEW_TENSOR, "blk.1.attn_q.input_scales", 1}},
     {LLAMA, {NULL, NEW_KEY, "llama.rope.scaling.type", GGUF_STR, 0, ""}},
     {LLAMA, {NULL, NEW_KEY, "llama.rope.scaling.type", GGUF_STR, 0, "default"}},
     {{"llama", 2, "", "rope.freq_base=7,9"}, {"want a number"}},
-    {{"gemma3", 1, "tk", ""},
-     {"attn_norm.weight is missing", NO_TENSOR, "blk.0.attn_norm.weight"}},
+    {{"gemma3", 1, "tk", ""}, {"attn_norm.weight is missing", NO_TENSOR, "blk.0.attn_norm.weight"}},
     {LLAMA, {"0.attn_q.scale is missing; layer 1 has it", NEW_TENSOR, "blk.1.attn_q.scale", 1}},
-    {{"llama", 3, "b", ""},
-     {"blk.1.attn_k.bias is missing; layer 0", NO_TENSOR, "blk.1.attn_k.bias"}},
+    {{"llama", 3, "b", ""}, {"1.attn_k.bias is missing; layer 0", NO_TENSOR, "blk.1.attn_k.bias"}},
     {LLAMA, {"1.ffn_gate.weight is", NO_TENSOR, "blk.1.ffn_gate.weight"}},
     {LLAMA, {"1.ffn_norm.weight is", NO_TENSOR, "blk.1.ffn_norm.weight"}},
     {{"llama", 2, "g", ""}, {"blk.0.ffn_gate.weight is missing"}},
@@ -1355,7 +1342,6 @@ static const Odd WHOLE[] = {
     {{"cohere2moe", 2, "1Tx", EXPERT_KEYS WINDOW_KEYS COHERE_KEYS},
      {"rms_epsilon is missing", NO_KEY, "cohere2moe.attention.layer_norm_rms_epsilon"}},
     {{"glm-dsa", 2, "cq", DSA_KEYS}, {NULL, NEW_TENSOR, "blk.1.indexer.k.weight", 8}},
-    {LLAMA, {"indexer.k.weight: no part", NEW_TENSOR, "blk.1.indexer.k.weight", 8}},
     {{"bailingmoe3", 3, "U", KDA_KEYS "kda.gate_lower_bound=-5. kda.safe_gate=0"}, {"safe"}},
 };
 
@@ -1381,6 +1367,9 @@ static void test_gguf_whole(void) {
     CHECK(read[3] - read[2] == read[2] - read[1] && read[2] - read[1] > 3 * 3 * 48 * 32 * 4, "%g "
           "%g %g bytes", read[1], read[2], read[3]);
     for (size_t i = 0; i < COUNT(WHOLE); i++) odd_model(&WHOLE[i]);
+    EACH_WORD(name, PASSED_OVER, " ") odd_model(&(Odd){LLAMA, {NULL, NEW_TENSOR, name, 8}});
+    EACH_WORD(name, NO_PART, " ")
+        odd_model(&(Odd){LLAMA, {text_of("%s: no part of", name), NEW_TENSOR, name, 8}});
     for (size_t i = 0; i < COUNT(names); i++) {
         const Config *c = &random_model(&names[i].shape)->config;
         float got = *(const float *)((const char *)c + names[i].at);
@@ -1725,18 +1714,17 @@ static bool tell_pass(void *ctx, int reused, int done, int n) {
 // another turn. Returns the logits of the last, followed by the state of the generator.
 enum { NEXT = FEW + 4 };
 typedef Session *Opener(const Model *m, Options o);
-static float *tell(const Model *m, Options o, int32_t *ids, int n, int n_predict, Told *t,
-                   Opener *open) {
+static float *tell(const Model *m, Options o, int32_t *ids, int n, int max, Told *t, Opener *open) {
     float *row = need((m->config.n_vocab + 2) * sizeof *row);
     Session *s = open(m, o);
     s->on_chunk = tell_pass;
     s->ctx = t;
-    bool ok = session_generate(s, ids, n, n_predict, (OnToken){tell_id, t}, &(Error){""});
+    OnToken to = {tell_id, t};
+    bool ok = session_generate(s, ids, n, max, to, &(Error){""});
     memcpy(ids + n, t->made.id, t->made.n * sizeof *ids);
     int made = t->made.n;
     if (!ok && t->passes == t->stop)
-        ok = session_generate(s, ids, n + made, n_predict - made, (OnToken){tell_id, t},
-                              &(Error){""});
+        ok = session_generate(s, ids, n + made, max - made, to, &(Error){""});
     CHECK(ok, "a text");
     t->stop = 0;
     memcpy(row + m->config.n_vocab, &s->rng, sizeof s->rng);
@@ -1752,18 +1740,17 @@ static float *tell(const Model *m, Options o, int32_t *ids, int n, int n_predict
 // as many, whatever ends it: the number of ids asked for, on_token, an end-of-generation id,
 // and if it is interrupted.
 static int texts_shorter;   // in passes
-static void same_text(const Model *m, Options o, const int32_t *prompt, int n, int n_predict,
-                      Opener *open) {
+static void same_text(const Model *m, Options o, const int32_t *ids, int n, int max, Opener *open) {
     int32_t text[2][400];
     size_t most = o.sampling.seed % 4 == 1 ? 9 + o.sampling.seed : 500;
     Told told[2] = {{.most = most}, {.most = most, .stop = 5 + o.sampling.seed}};
     float *rows[2];
     for (int k = 0; k < 2; k++, o.draft = 1 + o.sampling.seed % 7) {
-        memcpy(text[k], prompt, n * sizeof *prompt);
-        rows[k] = tell(m, o, text[k], n, n_predict, &told[k], open);
+        memcpy(text[k], ids, n * sizeof *ids);
+        rows[k] = tell(m, o, text[k], n, max, &told[k], open);
     }
     bool same = told[0].made.n == told[1].made.n &&
-                !memcmp(text[0], text[1], (n + told->made.n) * sizeof *prompt) &&
+                !memcmp(text[0], text[1], (n + told->made.n) * sizeof *ids) &&
                 !memcmp(rows[0], rows[1], (m->config.n_vocab + 2) * sizeof **rows);
     CHECK(same, "%s seed %d: guesses change it", m->config.name, (int)o.sampling.seed);
     texts_shorter += told[1].passes < told[0].passes;
@@ -1856,7 +1843,7 @@ static void check_nextn(const char *name) {
     for (int k = 0; k < 2; k++) {
         s = open_session(g.m, (Options){.chunk = k ? 7 : 80, .threads = 1 + k, .draft = 1});
         for (int n = 1; n < g.n; n += k ? 9 : 1) {
-            REQUIRE(session_eval(s, g.ids, n, &(Error){""}), "%s", name);
+            MUST(session_eval, s, g.ids, n);
             nextn_follow(s, g.ids, n + 1);
             nextn_best(s, &(double){1});
             for (size_t i = 0; i < n_vocab; i++)
@@ -1870,8 +1857,8 @@ static void check_nextn(const char *name) {
     s = open_session(g.m, (Options){.threads = 1, .draft = FEW - 1});
     EACH_WORD(line, text, "\n") {
         int n = strtol(line, &line, 10);
-        REQUIRE(session_eval(s, g.ids, n - 1, &(Error){""}) && tokens_room(&s->history, n + FEW),
-                "%s", name);
+        MUST(session_eval, s, g.ids, n - 1);
+        REQUIRE(tokens_room(&s->history, n + FEW), "out of memory");
         s->history.id[n - 1] = g.ids[n - 1];
         int end = n + draft_ids(s, n, FEW - 1);
         for (line++; *line; n++) {
@@ -1929,7 +1916,7 @@ static void test_nextn(void) {
         }
         CHECK(wrong == (s->pause >= 28), "a rest is %d", s->pause);
         for (int i = 0; i < 2; i++, ids[48]++)   // a text that differs: rows before it are made
-            REQUIRE(session_eval(s, ids, 50, &(Error){""}), "a text");
+            MUST(session_eval, s, ids, 50);
         CHECK(s->cache[1].pos[cache_row(&s->cache[1], 47)] == 47, "a row of the block is missing");
         freed(told.made.id);
     }
@@ -1947,8 +1934,7 @@ static void test_nextn(void) {
         {"", {NULL, NEW_TENSOR, "blk.2.odd.weight", 8}, "blk.2.odd.weight: unknown"}};
     for (size_t k = 0; k < COUNT(idle); k++) {
         Shape shape = {"llama", 3, "5", text_of("nextn_predict_layers=1 %s", idle[k].keys)};
-        write_model(&(Writer){.spoil = idle[k].spoil}, &shape, scratch("random.gguf"));
-        const Model *m = open_model(scratch("random.gguf"));
+        const Model *m = odd_model(&(Odd){shape, idle[k].spoil});
         CHECK(m->config.n_nextn == !*idle[k].why && strstr(m->nextn_idle.text, idle[k].why),
               "%zu: '%s'", k, m->nextn_idle.text);
     }
@@ -2327,9 +2313,7 @@ static void test_ring(void) {
 }
 
 static volatile sig_atomic_t fourth;
-static bool before_fourth(void *ctx, int reused, int done, int n) {
-    return !fourth;
-}
+static bool before_fourth(void *ctx, int reused, int done, int n) { return !fourth; }
 
 // A recurrent state cannot go back; a snapshot lets an answer be made again without its prompt.
 static void test_regenerate(void) {
@@ -2626,7 +2610,6 @@ static void test_sampler_choice(void) {
 // the session's sampler: seeded once, the first token drawn like every other, repeat_last_n
 static void test_sampler_session(void) {
     const Model *m = random_model(&(Shape){"llama", 1, "", ""});
-    Error e = {""};
     int32_t ids[6][9] = {{1, 2, 3}};
     bool first_differs = false;
     for (int run = 0; run < 6; run++) {   // three seeds, twice
@@ -2634,7 +2617,7 @@ static void test_sampler_session(void) {
         Session *s = open_session(m, o);
         memcpy(ids[run], ids[0], 3 * sizeof **ids);
         for (int n = 3; n < 9; n++)
-            ids[run][n] = session_sample(s, session_eval(s, ids[run], n, &e));
+            ids[run][n] = session_sample(s, MUST(session_eval, s, ids[run], n));
         CHECK(!memcmp(ids[run], ids[run & ~1], sizeof *ids), "seed %d: two texts", run / 2 + 1);
         first_differs |= ids[run][3] != ids[0][3];
     }
@@ -2643,7 +2626,7 @@ static void test_sampler_session(void) {
     for (int last_n = -1; last_n < 3; last_n++) {   // the penalty sees all of 5 6 7, none, 7, 6 7
         Options o = {.sampling = {.repeat_penalty = 1e6f, .repeat_last_n = last_n}};
         Session *s = open_session(m, o);
-        CHECK(session_eval(s, (int32_t[]){5, 6, 7}, 3, &e), "%s", e.text);
+        MUST(session_eval, s, (int32_t[]){5, 6, 7}, 3);
         int32_t id = session_sample(s, logits), want = last_n < 0 ? 1 : 7 - last_n;
         CHECK(id == want, "repeat_last_n %d: id %d, want %d", last_n, id, want);
     }
@@ -2667,13 +2650,10 @@ static void test_sampler_session(void) {
 
 // ---- tokenizer ----
 
-static const struct { const char *gguf, *tsv; } TOK_GOLDENS[] = {   // the last two change text
-    {"golden/tok/spm.gguf", "golden/tok/spm.tsv"}, {"golden/story.gguf", "golden/tok/bpe.tsv"},
-    {"golden/tok/afmoe.gguf", "golden/tok/afmoe.tsv"},
-    {"golden/tok/spark2_5.gguf", "golden/tok/spark2_5.tsv"},
-    {"golden/archs/bert.gguf", "golden/tok/wpm.tsv"},
-    {"golden/tok/unigram.gguf", "golden/tok/unigram.tsv"},
-};
+// golden/GGUF.gguf and golden/tok/TSV.tsv; the last two change text
+static const struct { const char *gguf, *tsv; } TOK_GOLDENS[] = {
+    {"tok/spm", "spm"}, {"story", "bpe"}, {"tok/afmoe", "afmoe"}, {"tok/spark2_5", "spark2_5"},
+    {"archs/bert", "wpm"}, {"tok/unigram", "unigram"}};
 
 static const Tokenizer *written_tokenizer(Writer *w) {
     write_gguf(w, scratch("vocab.gguf"));
@@ -2683,10 +2663,8 @@ static const Tokenizer *written_tokenizer(Writer *w) {
 // ids of text [n] as decimal numbers
 static const char *ids_of(const Tokenizer *t, const char *s, size_t n, const void *mark, int how) {
     Tokens ids = {0};
-    Error e = {""};
-    bool ok = tokenize(t, s, n, mark, how, &ids, &e);
+    MUST(tokenize, t, s, n, mark, how, &ids);
     char *out = need(12 * ids.n), *end = out;
-    CHECK(ok, "%s", e.text);
     for (size_t i = 0; i < ids.n; i++) end += sprintf(end, "%s%d", i ? " " : "", ids.id[i]);
     free(ids.id);
     return out;
@@ -2695,10 +2673,10 @@ static const char *ids_of(const Tokenizer *t, const char *s, size_t n, const voi
 // Every line of the recordings; then the ids turned into text again, a token at a time.
 static void test_tokenizer_goldens(void) {
     for (size_t k = 0; k < COUNT(TOK_GOLDENS); k++) {
-        const Tokenizer *t = open_tokenizer(TOK_GOLDENS[k].gguf);
+        const Tokenizer *t = open_tokenizer(text_of("golden/%s.gguf", TOK_GOLDENS[k].gguf));
         size_t size;
         int lines = 0;
-        const char *all = read_all(TOK_GOLDENS[k].tsv, &size);
+        const char *all = read_all(text_of("golden/tok/%s.tsv", TOK_GOLDENS[k].tsv), &size);
         char *text = need(size), *back = need(size), *piece = need(t->detokenize_max);
         EACH_WORD(line, all, "\n") {
             char *ids = line + strcspn(line, "\t"), *end;
@@ -2816,8 +2794,7 @@ static void test_tokenizer_special(void) {
         CHECK(!strcmp(got, cases[i].ids), "%s: %s, not %s", text, got, cases[i].ids);
     }
     for (int32_t id = -2; id < 13; id++)
-        CHECK(token_is_eog(t, id) == (id == 6 || id == 7 || id == 9 || id == 10), "eog %d",
-              id);
+        CHECK(token_is_eog(t, id) == (id == 6 || id == 7 || id == 9 || id == 10), "eog %d", id);
     CHECK(token_find(t, "bbb") == 5 && token_find(t, "x") == -1, "find");
     key_vocab(&least, "gpt2", NULL, "a,b,,a", "a b");   // empty and repeated tokens are no error
     t = written_tokenizer(&least);
@@ -2850,13 +2827,11 @@ static void test_tokenizer_streaming(void) {
     static const struct { int32_t id; const char *text; } steps[] = {
         {7, ""}, {0, "x"}, {0, " x"}, {1, ""}, {2, ""}, {3, ""}, {4, "😀"}, {5, "a"}, {1, ""},
         {5, "\uFFFDa"}, {4, "\uFFFD"}, {6, ""}, {0, " x"}, {1, ""}, {8, "\uFFFD\u00E9"}};
-    static const float scores[9];
     char out[128];
     Writer w = {0};
     Detokenizer d = {0};
     key_vocab(&w, "llama", NULL, "\u2581x,<0xF0>,<0x9F>,<0x98>,<0x80>,a,<s>,<u>,\u00E9", NULL);
-    put_keys(&w, "tokenizer.ggml", "token_type=1,6,6,6,6,1,3,2,1");
-    key_array(&w, "tokenizer.ggml.scores", GGUF_F32, 9, scores, sizeof scores);
+    put_keys(&w, "tokenizer.ggml", "token_type=1,6,6,6,6,1,3,2,1 scores=0,0,0,0,0,0,0,0,0");
     const Tokenizer *t = written_tokenizer(&w);
     REQUIRE(t->detokenize_max <= sizeof out, "%zu bytes a token", t->detokenize_max);
     for (size_t i = 0; i < COUNT(steps); i++) {
@@ -2915,7 +2890,7 @@ static void test_tokenizer_linear(void) {
     const size_t n = test.quick ? 1 << 13 : 1 << 20;
     char *text = need(n);
     for (size_t k = 0; k < COUNT(TOK_GOLDENS); k++) {
-        const Tokenizer *t = open_tokenizer(TOK_GOLDENS[k].gguf);
+        const Tokenizer *t = open_tokenizer(text_of("golden/%s.gguf", TOK_GOLDENS[k].gguf));
         for (size_t p = 0; p < COUNT(patterns); p++) {
             for (size_t i = 0; i < n; i++) text[i] = patterns[p][i % strlen(patterns[p])];
             double start = now();
@@ -3171,14 +3146,13 @@ static void test_allocations(void) {
     CHECK(a.peak == 3ull << 33 && !resize(NULL, SIZE_MAX / 8 + 2, 8), "a size wraps");
     Rendered r = {0};
     Cli reads = {0}, lists = {.failure = 2};
-    Error e = {""};
     failing = allocations + 1;
     bool ok = parse_options(&lists, 4, (char *[]){"llm", "m", "--tokens", "1,2", NULL});
     CHECK(!ok && lists.failure == 1 && strstr(lists.e.text, "memory"), "%s", lists.e.text);
     failing = largest = 0;
     CHECK(read_file(&reads, "golden/archs/bert.tokens", &reads.said), "%s", reads.e.text);
     Str template = str("{{ messages[0].content }}");
-    CHECK(template_render(template, TALK, 1, NOTHING, NOTHING, -1, &r, &e), "%s", e.text);
+    MUST(template_render, template, TALK, 1, NOTHING, NOTHING, -1, &r);
     CHECK(reads.said.n && largest < 40 << 20, "%zu bytes for a short text", largest);
     rendered_free(&r);
     freed(reads.said.s);
@@ -3188,7 +3162,7 @@ static void test_allocations(void) {
 
 static struct { int status; const char *out, *err; } cli;
 
-// Runs a command: llm is what is tested, $S the storyteller, $G golden/archs, $D for scratch.
+// Runs a command: llm is what is tested, $S the storyteller, $G golden/archs, $C scratch in $D.
 static void shell(const char *command) {
     const char *within = "llm() { $LLM \"$@\"; }; (%s) </dev/null >$D/out 2>$D/err";
     int status = system(text_of(within, command));
@@ -3224,7 +3198,7 @@ static void test_cli_refusals(void) {
         "--temp nan", "--temp ''", "--top-k -1", "--top-p 1.5", "--min-p -0.1",
         "--repeat-penalty 0", "--repeat-last-n -2", "--seed 1x", "--seed 18446744073709551616",
         "--keep -1"};
-    static const struct { int status; const char *arguments, *says; } bad[] = {
+    static const struct { int status; const char *words, *says; } bad[] = {
         {2, "", "MODEL"}, {2, "$S", "PROMPT.*-f -"}, {2, "$S one two", "two"},
         {2, "$S one -p two", "prompts"}, {2, "$S -f x --tokens 1", "prompts"},
         {2, "$S one --ppl x", "prompts"}, {1, "$S hi --keep 2147483647", "2147483647 pinned"},
@@ -3250,8 +3224,7 @@ static void test_cli_refusals(void) {
     };
     Writer w = {.spoil = {NULL, KEY, "tokenizer.ggml.pre", GGUF_STR, 0, "ours"}};
     write_tiny(&w, scratch("rules.gguf"));
-    for (size_t i = 0; i < COUNT(bad); i++)
-        check_refusal(bad[i].status, bad[i].arguments, bad[i].says);
+    for (size_t i = 0; i < COUNT(bad); i++) check_refusal(bad[i].status, bad[i].words, bad[i].says);
     for (size_t i = 0; i < COUNT(options); i++) {
         int name = strcspn(options[i], " ");
         const char *value = options[i] + name + (options[i][name] == ' ');
@@ -3438,12 +3411,12 @@ static void test_cli_numbers(void) {
 // A model that repeats itself: after a word of `chain` comes the next one, whatever stood before.
 // Embedding and output are one-hot, and the layer between adds nothing. Tokens are the ASCII
 // characters and some words; the last row is `nobody`. <think> and </think> are of type `thoughts`.
-static void write_scripted(const char *template, const char *chain, int thoughts) {
+static void write_scripted(const char *to, const char *template, const char *chain, int thoughts) {
     enum { D = 128, CONTROL = 96, DEFINED = 104, WORDS = 108 };   // where these tokens begin
     static const char *const parts[] = {"attn_norm", "ffn_norm", "attn_q", "attn_k", "attn_v",
                                         "attn_output", "ffn_gate", "ffn_up", "ffn_down"};
     char all[1024] = "\u0120,\u010A", *name[D];
-    int32_t n = 0, from = -1, to;
+    int32_t n = 0, from = -1, next;
     int64_t types[D];
     float *embd = need(D * D * sizeof *embd), *output = need(D * D * sizeof *output);
     Writer w = {0};
@@ -3466,9 +3439,9 @@ static void write_scripted(const char *template, const char *chain, int thoughts
     for (int i = n; i < D; i++) name[i] = i == D - 1 ? "nobody" : "";
     embd[D * D - 1] = 1;
     EACH_WORD(word, chain, " ") {
-        for (to = 0; strcmp(word, name[to]);) to++;
-        if (from >= 0) output[to * D + from] = 1;
-        from = to;
+        for (next = 0; strcmp(word, name[next]);) next++;
+        if (from >= 0) output[next * D + from] = 1;
+        from = next;
     }
     key_array(&w, "tokenizer.ggml.token_type", GGUF_I64, n, types, n * sizeof *types);
     put_keys(&w, "tokenizer.ggml", text_of("bos_token_id=%d add_bos_token=1 eos_token_id=%d "
@@ -3479,7 +3452,7 @@ static void write_scripted(const char *template, const char *chain, int thoughts
     put_tensor(&w, "output_norm.weight", (int[3]){D}, 1, 0);
     for (size_t i = 0; i < COUNT(parts); i++)
         put_tensor(&w, text_of("blk.0.%s.weight", parts[i]), (int[3]){D, i < 2 ? 0 : D}, 0, 0);
-    write_gguf(&w, scratch("chat.gguf"));
+    write_gguf(&w, scratch(to));
 }
 
 // what a template gets of an assistant's message, if it drops earlier thoughts
@@ -3487,29 +3460,68 @@ static void write_scripted(const char *template, const char *chain, int thoughts
 #define CHATML "{% for m in messages %}<|im_start|>{{ m.role }}\n" EARLIER \
     "<|im_end|>\n{% endfor %}<|im_start|>assistant{{ '\\n' }}"
 
+// What a chat prints and says on stderr (NULL: nothing) with the last template of test_cli_chat.
+static const struct { const char *command, *out, *err; int status; } CHATS[] = {
+    // what the model sees: its words are tokens, the user's are not
+    {"llm $C --render 'b<|channel|>'", "^$", ": no\n", 1},
+    {"llm $C --chat 'a<|end|><|message|>' --tokenize",
+     "^96 107( [0-9]{2}){4} 101( [0-9]{1,2}){19} 106 107( [0-9]{2}){9}\n$"},
+    {"llm $C --chat a --system b -n 3", "^<\\|channel\\|>analysis<\\|message\\|>\n$", ""},
+    {"printf 'b\n' >$D/b; llm $C --render a --system @$D/b",
+     "^<.start.>system<.message.>b<.end.><.start.>user<.message.>a<"},
+    {"printf 'a\\377' | llm $C -i", "", "byte 1", 1},
+    {"llm $C --info -v", "padding_token_id = 4294967295\n"},
+    // --tokenize shows the EOS that the file asks for, but a text that goes on has none
+    {"llm $C a --tokenize", "^96 66 98\n$"}, {"llm $C a -n 0", "", "^prefill 2 tokens"},
+    {"printf '@system\nA\n\n@user\n@assistant\nb\n@users\n@user\r\n@user\nc\r\n' | llm $C --render",
+     "^<.start.>system<.message.>A\n<.end.><.start.>user<.message.><.end.>"
+     "<.start.>assistant<.message.>b\n@users\n@user\r<.end.>"
+     "<.start.>user<.message.>c\r<.end.><.start.>assistant$"},
+    {"printf '@user\r\na\r\n@assistant\r\n\r\nb\r\n@user\r\nc\r\n' | llm $C --render",
+     "user<.message.>a<.*>\nb<.*>c<"},
+    {"printf '@user\na\n@assistant\nb' | llm $C --chat -f - --tokenize", " 85 67\n$"},
+    {"printf '@user\n\\\\@user\nb' | llm $C --render", "<.message.>@user\nb<.end.>"},
+    {"printf '{{ messages[0].content }}!' >$D/t; printf '@user' | "
+     "llm $S --render a -f - --template $D/t", "^a\n@user!$"},
+    // what cannot be saved is an error, and what was saved before stays, also behind a link
+    {"printf '\357\273\277a\n/save /dev/full\nb' | llm $C -i -c 8 -n 1", "",
+     "^note: [^\n]*--keep[^\n]*\nllm: /dev/full: No space[^\n]*\n$", 1},
+    {"(cd $D; echo old >a; chmod 640 a; ln -s a l); (ulimit -f 0; printf 'a\n/save '$D/l|"
+     "llm $C -i -n 0 2>&1) | cat; cat $D/a; ls $D | grep '^a[.]'; printf 'b\n/save - \n/save '$D/l'"
+     " \t\n' | llm $C -i -n 0; cat $D/a; ls -l $D/a; test -L $D/l", "^\nllm: [^\n]*/l: File too "
+     "large\nold\n\n(@user\nb\n@assistant\n\n){2}-rw-r-----[^\n]*/a\n$", "^prefill"},
+    // a conversation goes on and is written as it was read; any other text is a first message
+    {"printf '%s\n' @user '\\@user' '\\\\@system' @users '\\a' '' @assistant '' >$D/a; "
+     "printf '/save '$D/again | llm $C -i -f $D/a; cmp $D/a $D/again", "^$"},
+    {"printf 'a\n@user\r\n' >$D/b; printf '/save '$D/again | llm $C -i -f $D/b -n 1 >&2; "
+     "cat $D/again", "^@user\na\n.@user\n@assistant\n", ""}};
+
 // three turns with templates that treat thoughts as those of Qwen 3, Qwen 3.5, R1 and gpt-oss do
 static void test_cli_chat(void) {
-    static const struct { const char *template, *chain, *said, *kept; int reused, n; } chats[] = {
-        {CHATML, "\u010A <think> hm </think> yes <|im_end|>", "<think>hm</think>yes",
-         "<think>hm</think>yes", 89, 172},
+    static const struct {
+        const char *template, *chain, *said;
+        int reused, n;
+        const char *kept;   // in the conversation; NULL: all that is said
+    } chats[] = {
+        {CHATML, "\u010A <think> hm </think> yes <|im_end|>", "<think>hm</think>yes", 89, 172},
         {CHATML "<think>{{ '\\n' }}", "\u010A hm nobody </think> yes <|im_end|>",
-         "<think>\nhm</think>yes", "<think>\nhm</think>yes", 89, 178},
+         "<think>\nhm</think>yes", 89, 178},
         {"{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>" EARLIER "{% endfor %}"
          "<|assistant|><think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>",
-         "<think>\nhm</think>yes", "<think>\nhm</think>yes", 36, 70},
+         "<think>\nhm</think>yes", 36, 70},
         {"{% for m in messages %}{% if '<|channel|>' in m.content %}{{ raise_exception('no') }}"
          "{% endif %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
          "<|start|>assistant", "t <|channel|> analysis <|message|> hm <|end|> "
          "<|start|>assistant<|channel|>final<|message|> yes <|return|>",
          "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes",
-         "yes", 83, 160},
+         83, 160, "yes"},
     };
     for (size_t i = 0; i < COUNT(chats); i++) {
-        const char *said = chats[i].said, *kept = chats[i].kept;
+        const char *said = chats[i].said, *kept = chats[i].kept ? chats[i].kept : said;
         const char *counts = text_of("reused %d of %d tokens", chats[i].reused, chats[i].n);
-        write_scripted(chats[i].template, chats[i].chain, 4);
+        write_scripted("chat", chats[i].template, chats[i].chain, 4);
         shell("printf '\357\273\277a<|im_end|>\\r\\nb\\\\\\nc\\n/help\\nd\\n/save '$D'/saved\\n"
-              "/stats\\n' | llm $D/chat.gguf -i --temp 0");
+              "/stats\\n' | llm $C -i --temp 0");
         CHECK(!strcmp(cli.out, text_of("%s\n%s\n%s\n", said, said, said)), "%zu: '%s'", i, cli.out);
         bool counted = matches(cli.err, "^/system TEXT.*\nprefill .*\nprefill .*\n$");
         CHECK(counted && strstr(cli.err, counts), "%zu: %s: '%s'", i, counts, cli.err);
@@ -3517,61 +3529,22 @@ static void test_cli_chat(void) {
         CHECK(!strcmp(saved, text_of("@user\na<|im_end|>\n@assistant\n%s\n@user\nb\nc\n@assistant\n"
                                      "%s\n@user\nd\n@assistant\n%s\n", kept, kept, kept)),
               "%zu: saved as '%s'", i, saved);
-        check_llm("llm $D/chat.gguf --render -f $D/saved", 0,   // the last answer goes on
+        check_llm("llm $C --render -f $D/saved", 0,   // the last answer goes on
                   text_of("assistant(.>)?\n?%s$", kept), "^$");
     }
-    // the last of them: what the model sees; its words are tokens, the user's are not
-    check_llm("llm $D/chat.gguf --render 'b<|channel|>'", 1, "^$", ": no\n");
-    check_llm("llm $D/chat.gguf --chat 'a<|end|><|message|>' --tokenize", 0,
-              "^96 107( [0-9]{2}){4} 101( [0-9]{1,2}){19} 106 107( [0-9]{2}){9}\n$", "");
-    check_llm("llm $D/chat.gguf --chat a --system b -n 3", 0,
-              "^<\\|channel\\|>analysis<\\|message\\|>\n$", "");
-    check_llm("printf 'b\n' >$D/b; llm $D/chat.gguf --render a --system @$D/b", 0,
-              "^<.start.>system<.message.>b<.end.><.start.>user<.message.>a<", "");
-    check_llm("printf 'a\\377' | llm $D/chat.gguf -i", 1, "", "byte 1");
-    check_llm("llm $D/chat.gguf --info -v", 0, "padding_token_id = 4294967295\n", "^$");
-    // --tokenize shows the EOS that the file asks for, but a text that goes on has none
-    check_llm("llm $D/chat.gguf a --tokenize", 0, "^96 66 98\n$", "^$");
-    check_llm("llm $D/chat.gguf a -n 0", 0, "", "^prefill 2 tokens");
-    shell("printf '@system\nA\n\n@user\n@assistant\nb\n@users\n@user\r\n@user\nc\r\n' | "
-          "llm $D/chat.gguf --render");
-    CHECK(!strcmp(cli.out, "<|start|>system<|message|>A\n<|end|><|start|>user<|message|><|end|>"
-                  "<|start|>assistant<|message|>b\n@users\n@user\r<|end|>"
-                  "<|start|>user<|message|>c\r<|end|><|start|>assistant"),
-          "'%s'", cli.out);
-    check_llm("printf '@user\r\na\r\n@assistant\r\n\r\nb\r\n@user\r\nc\r\n' | "
-              "llm $D/chat.gguf --render", 0, "user<.message.>a<.*>\nb<.*>c<", "^$");
-    check_llm("printf '@user\na\n@assistant\nb' | llm $D/chat.gguf --chat -f - --tokenize", 0,
-              " 85 67\n$", "^$");
-    check_llm("printf '@user\n\\\\@user\nb' | llm $D/chat.gguf --render", 0,
-              "<.message.>@user\nb<.end.>", "^$");
-    check_llm("printf '{{ messages[0].content }}!' >$D/t; "
-              "printf '@user' | llm $S --render a -f - --template $D/t", 0, "^a\n@user!$", "^$");
-    // what cannot be saved is an error, and what was saved before stays, also behind a link
-    check_llm("printf '\357\273\277a\n/save /dev/full\nb' | llm $D/chat.gguf -i -c 8 -n 1", 1, "",
-              "^note: [^\n]*--keep[^\n]*\nllm: /dev/full: No space[^\n]*\n$");
-    check_llm("(cd $D; echo old >a; chmod 640 a; ln -s a l); (ulimit -f 0; printf 'a\n/save '$D/l|"
-              "llm $D/chat.gguf -i -n 0 2>&1) | cat; cat $D/a; ls $D | grep '^a[.]'; printf "
-              "'b\n/save - \n/save '$D/l' \t\n' | llm $D/chat.gguf -i -n 0; cat $D/a; ls -l $D/a; "
-              "test -L $D/l", 0, "^\nllm: [^\n]*/l: File too large\nold\n\n"
-              "(@user\nb\n@assistant\n\n){2}-rw-r-----[^\n]*/a\n$", "^prefill");
-    // a conversation goes on and is written as it was read; any other text is a first message
-    check_llm("printf '%s\n' @user '\\@user' '\\\\@system' @users '\\a' '' @assistant '' >$D/a; "
-              "printf '/save '$D/again | llm $D/chat.gguf -i -f $D/a; cmp $D/a $D/again",
-              0, "^$", "^$");
-    check_llm("printf 'a\n@user\r\n' >$D/b; printf '/save '$D/again | "
-              "llm $D/chat.gguf -i -f $D/b -n 1 >&2; cat $D/again", 0,
-              "^@user\na\n.@user\n@assistant\n", "");
+    for (size_t i = 0; i < COUNT(CHATS); i++)
+        check_llm(CHATS[i].command, CHATS[i].status, CHATS[i].out,
+                  CHATS[i].err ? CHATS[i].err : "^$");
     // --think sets what has either name; it is said where neither is looked at
     static const char *const think[][3] = {
         {"{{ enable_thinking }}", "^True$", "^$"}, {"{{ thinking }}", "^True$", "^$"},
         {"{{ messages[0].thinking }}", "^$", "^note: [^\n]*--think\n$"}};
     for (size_t i = 0; i < COUNT(think); i++) {
-        write_scripted(think[i][0], "t hm", 4);
-        check_llm("llm $D/chat.gguf --render a --think on", 0, think[i][1], think[i][2]);
+        write_scripted("chat", think[i][0], "t hm", 4);
+        check_llm("llm $C --render a --think on", 0, think[i][1], think[i][2]);
     }
-    write_scripted("{{ messages[0].content }}", "> yes <|im_end|>", 3);   // no thoughts are opened
-    check_llm("llm $D/chat.gguf --chat 'a<think>' --temp 0 -n 2", 0, "^yes\n$", "");
+    write_scripted("chat", "{{ messages[0].content }}", "> yes <|im_end|>", 3);   // no thoughts
+    check_llm("llm $C --chat 'a<think>' --temp 0 -n 2", 0, "^yes\n$", "");
 }
 
 enum { SCREEN = 1 << 16 };   // bytes that are shown, at most
@@ -3626,56 +3599,50 @@ static void test_cli_terminal(void) {
     cut[4999] = '\n';
     const char *known = "sh -c 'sh -c \"echo \\$\\$ >$D/pid; exec $LLM $D/%s\"; echo $?'";
     const struct { const char *command; int columns; const char *typed[11], *pattern; } shown[] = {
-        {text_of(known, "chat.gguf -i"), 80, {"> ", "half", "half", "!kill $(cat $D/pid)"},
+        {text_of(known, "chat -i"), 80, {"> ", "half", "half", "!kill $(cat $D/pid)"},
          "> half\r\n130\r\n$"},
-        {text_of(known, "silent.gguf --chat a -n -1 --temp 0"), 80, {"hm", "!kill $(cat $D/pid)"},
+        {text_of(known, "silent --chat a -n -1 --temp 0"), 80, {"hm", "!kill $(cat $D/pid)"},
          "^\033\\[2mhm\033\\[0m.*143\r\n$"},
-        {"$LLM $D/gptoss.gguf --chat a --temp 0", 80, {NULL}, "^\033\\[2mhm\033\\[0myes\r\n"},
-        {"sh -c 'stty -echo; $LLM $D/chat.gguf -i --temp 0; stty echo'", 80,
+        {"$LLM $D/gpt --chat a --temp 0", 80, {NULL}, "^\033\\[2mhm\033\\[0myes\r\n"},
+        {"sh -c 'stty -echo; $LLM $C -i --temp 0; stty echo'", 80,
          {"> ", "a\n", "\r\n> ", "/bye\n"}, "^> \033\\[2mhm"},
-        {"$LLM $D/chat.gguf -i", 20,
+        {"$LLM $C -i", 20,
          {"> ", "qqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqq\25Z", "> Z", "\3", "\r\n> ", "\4"},
          "> q{16}\r {19}\r\r\n\033\\[1A\0337> q{35}\0338\033\\[J\r\n\r\n\033\\[2A\0337> q{38}"
          "\0338\033\\[J> Z\r\n> \r\n$"},
-        {"TERM=dumb $LLM $D/chat.gguf -i", 80, {"> ", "ab\177", "\r> a", "\3", "\r\n> ", "\4"},
+        {"TERM=dumb $LLM $C -i", 80, {"> ", "ab\177", "\r> a", "\3", "\r\n> ", "\4"},
          "ab\r {79}\r> a\r\n> "},
-        {"$LLM $D/chat.gguf -i --temp 0", 80, {"> ", "a\n", "\r\n> ", "\4"},
+        {"$LLM $C -i --temp 0", 80, {"> ", "a\n", "\r\n> ", "\4"},
          "^> a\r\n\033\\[2mhm</think>\033\\[0myes.*\n> .*reused 0 of"},
-        {"$LLM $D/control.gguf --temp 0", 80, {"", "a\n", "\r\n> ", "\4"},   // no PROMPT: a chat
+        {"$LLM $D/control --temp 0", 80, {"", "a\n", "\r\n> ", "\4"},   // no PROMPT: a chat
          "> \033\\[2mhm\033\\[0myes.*\n> .*reused 0 of"},
-        {"$LLM $D/chat.gguf -i", 80, {"", cut, "\r\n> ", "\4"},
-         "> llm: the terminal cut[^\n]*\n> \r\n$"},
-        {"$LLM $D/chat.gguf -i", 80, {"", "a\\\n", "> > ", "half", "half", "\3", "\r\n> ", "\4"},
+        {"$LLM $C -i", 80, {"", cut, "\r\n> ", "\4"}, "> llm: the terminal cut[^\n]*\n> \r\n$"},
+        {"$LLM $C -i", 80, {"", "a\\\n", "> > ", "half", "half", "\3", "\r\n> ", "\4"},
          "> > half\r\n> \r\n$"},
-        {"setsid -cw sh -mc '$LLM $D/chat.gguf -i; stty -a; fg; stty -a; fg'", 80,
+        {"setsid -cw sh -mc '$LLM $C -i; stty -a; fg; stty -a; fg'", 80,
          {"> ", "half", "half", "\32", "> half", "\25\32", "\r\n> ", "\4"},
          " icanon.* echo .*> half.* icanon.* echo .*\n> \r\n$"},
-        {"$LLM $D/chat.gguf a -n 1", 80, {NULL}, "note: --chat answers"},
-        {"TERM=dumb $LLM $D/chat.gguf --chat aa -b 9 --temp 0", 80, {NULL},
+        {"$LLM $C a -n 1", 80, {NULL}, "note: --chat answers"},
+        {"TERM=dumb $LLM $C --chat aa -b 9 --temp 0", 80, {NULL},
          "^[^\033]*prefill 9[^\033]*hm</think>yes[^\033]*$"},
-        {"NO_COLOR=1 $LLM $D/chat.gguf --chat a --temp 0", 80, {NULL},
-         "^<think>\r\nhm</think>yes[^\033]*$"},
+        {"NO_COLOR=1 $LLM $C --chat a --temp 0", 80, {NULL}, "^<think>\r\nhm</think>yes[^\033]*$"},
         {"$LLM $S", 80, {NULL}, "^llm: no PROMPT given[^\r]*template; see --help\r\n$"},
-        {text_of(known, "endless.gguf -i -n -1 --temp 0"), 80,   // Ctrl-S, Ctrl-C, Ctrl-Q
+        {text_of(known, "endless -i -n -1 --temp 0"), 80,   // Ctrl-S, Ctrl-C, Ctrl-Q
          {"> ", "a\n", "hm", "\23", "", "!sleep .2; kill -INT $(cat $D/pid)", "", "\21",
           "\r\n> ", "\4"}, "^> a\r\n(hm)+\r\n> \r\nprefill[^\n]*\n0\r\n$"},
-        {"sh -c '$LLM $D/control.gguf -i --temp 0 >$D/o 2>$D/e; cat $D/o'", 80,
+        {"sh -c '$LLM $D/control -i --temp 0 >$D/o 2>$D/e; cat $D/o'", 80,
          {"> ", "a\n", "a\r\n> ", "\4"}, "^> a\r\n> \r\n<think>hm</think>yes\r\n$"},
-        {"setsid -wc sh -mc 'stty -echo; $LLM $D/control.gguf -i & until jobs >$D/o; "
+        {"setsid -wc sh -mc 'stty -echo; $LLM $D/control -i & until jobs >$D/o; "
          "grep -q topped $D/o; do sleep .05; done; stty echo; fg'", 80,
          {"> ", "ab", "ab", "\3", "\r\n> ", "\4"}, "> ab\r\n> \r\n"},
         {"$LLM $S 'Once upon a time' -b 2 -n 1 -t 1", 20, {NULL},
          "\r {19}\rprefill 2 of 5 toke\r {19}\rprefill 4 of 5 toke\r {19}\r"}};
-    write_scripted(CHATML, "\u010A <think> hm </think> yes <|im_end|>", 3);
-    CHECK(!rename(scratch("chat.gguf"), scratch("control.gguf")), "no scratch file");
-    check_llm("llm $D/control.gguf --chat a --temp 0", 0, "^<think>hm</think>yes\n$", "");
-    write_scripted("t", "t <|channel|> analysis <|message|> hm <|end|> yes <|return|>", 4);
-    CHECK(!rename(scratch("chat.gguf"), scratch("gptoss.gguf")), "no scratch file");
-    write_scripted(CHATML, "\u010A hm hm", 4);
-    CHECK(!rename(scratch("chat.gguf"), scratch("endless.gguf")), "no scratch file");
-    write_scripted("t<think>", "<think> hm <s> <s>", 4);   // it thinks without end or words
-    CHECK(!rename(scratch("chat.gguf"), scratch("silent.gguf")), "no scratch file");
-    write_scripted(CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", 4);
+    write_scripted("control", CHATML, "\u010A <think> hm </think> yes <|im_end|>", 3);
+    check_llm("llm $D/control --chat a --temp 0", 0, "^<think>hm</think>yes\n$", "");
+    write_scripted("gpt", "t", "t <|channel|> analysis <|message|> hm <|end|> yes <|return|>", 4);
+    write_scripted("endless", CHATML, "\u010A hm hm", 4);
+    write_scripted("silent", "t<think>", "<think> hm <s> <s>", 4);   // thinks without end or words
+    write_scripted("chat", CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", 4);
     for (size_t i = 0; i < COUNT(shown); i++) {
         if (!strncmp(shown[i].command, "setsid", 6) && system("setsid -w true 2>$D/e")) continue;
         const char *seen = on_terminal(shown[i].command, shown[i].columns, shown[i].typed);
@@ -3697,9 +3664,9 @@ static void test_cli_typing(void) {
         "\r\n> ", "@user\n", "\r\n> ", "b\n", "\r\n> ", system,
         "\r\n> ", "/system s\n", "\r\n> ", text_of("/save %s\n", scratch("saved")),
         "\r\n> ", "/exit \n", NULL};
-    write_scripted("{% if messages[0].content == 's' or messages[-1].content == 'b' %}"
+    write_scripted("chat", "{% if messages[0].content == 's' or messages[-1].content == 'b' %}"
                    "{{ raise_exception('no') }}{% endif %}" CHATML, "\u010A yes <|im_end|>", 4);
-    const char *seen = on_terminal("$LLM $D/chat.gguf -i --temp 0", 80, typed);
+    const char *seen = on_terminal("$LLM $C -i --temp 0", 80, typed);
     bool told = matches(seen, "byte 2 is 0xfc[^\n]*\r\n> .*: no;[^\n]*\r\n> .*: no;[^\n]*\r\n> ");
     CHECK(told, "%s", seen);
     const char *saved = read_all(scratch("saved"), NULL);
@@ -3764,10 +3731,10 @@ static void test_cli_machines(void) {
 static void test_cli_interrupt(void) {
     static const struct { const char *command, *typed; int status; } runs[] = {
         {"exec $LLM $S Once -n 100000000 -c 64 --temp 0", "", 130},
-        {"exec $LLM $D/chat.gguf Once -n 20 -i <>$D/nobody", "", 130},
-        {"exec $LLM $D/chat.gguf Once -i <>$D/nobody", "/bye\\n", 0},
-        {"trap \"\" INT; exec $LLM $D/chat.gguf Once -n 20 -i <>$D/nobody", "/bye\\n", 0}};
-    write_scripted(CHATML, "Ċ hm hm", 4);
+        {"exec $LLM $C Once -n 20 -i <>$D/nobody", "", 130},
+        {"exec $LLM $C Once -i <>$D/nobody", "/bye\\n", 0},
+        {"trap \"\" INT; exec $LLM $C Once -n 20 -i <>$D/nobody", "/bye\\n", 0}};
+    write_scripted("chat", CHATML, "Ċ hm hm", 4);
     CHECK(!mkfifo(scratch("nobody"), 0600), "no FIFO");
     for (int a = 0; a < 4; a++)
         check_llm(text_of(": >$D/said; (for i in $(seq 600); do sleep .05; "
@@ -4396,9 +4363,7 @@ M(MTLComputePipelineState, size_t, simd_width) { return 32; }
 M(MTLComputePipelineState, size_t, max_threads) {   // a kernel that does not say 1,024 gets fewer
     return strcmp(SELF->a->name, "ffn_block") ? 640 : 1024;
 }
-M(MTLDevice, id, new_residency, id descriptor, id *error) {
-    return soft_child(&MTLResidencySet, self);
-}
+M(MTLDevice, id, new_residency, id how, id *error) { return soft_child(&MTLResidencySet, self); }
 M(MTLResidencySet, void, add_allocation, id buffer) {
     if (((SoftObject *)buffer)->isa != &MTLBuffer) soft_fault("no buffer is to be resident");
     SELF->n_buffers++;
@@ -4711,6 +4676,7 @@ static const char *const orders[] = {"forward", "reverse", "random"};
 
 static Gpu *lab_open(void) {
     Gpu *g = calloc(1, sizeof *g);
+    *g = (Gpu){.many = LONG_LAUNCH, .own_cols = OWN_COLS};
     REQUIRE(device_open(g), "%s", g->why);
     g->pool = pool_open(RECORDER ? 1 : count_cpus());
     return g;
@@ -4801,9 +4767,7 @@ static void lab_tile(const char *what, int tile, bool experts) {
     }
 }
 
-static Norm lab_norm(Gpu *g, int n, int group) {
-    return (Norm){lab_floats(g, n, 1), NULL, n, group};
-}
+static Norm lab_norm(Gpu *g, int n, int each) { return (Norm){lab_floats(g, n, 1), NULL, n, each}; }
 
 static void lab_free(Gpu *g) {   // all buffers; on Apple variants, too
     device_release(g);
@@ -4870,14 +4834,12 @@ static void kernel_embed(Gpu *g, int type) {
     RandomMatrix w = lab_matrix(g, type, V, cols), p = lab_matrix(g, other_format(type), V, cols);
     RandomMatrix first = lab_matrix(g, type, 2, cols);
     float *want = need(N * cols * sizeof *want);
-    x.m = (Model){.embd = w.m, .pos_embd = p.m, .type_embd = first.m, .config.embd_scale = 3};
     x.s = (Session){.pos = POS, .x = lab_floats(g, N * cols, 1)};
     g->ids = memcpy(lab_bytes(g, N * sizeof *g->ids), (int32_t[N]){6, 0, 3}, N * sizeof *g->ids);
     for (int i = 0; i < N * cols; i++)
         want[i] = 3 * w.f[(size_t)g->ids[i / cols] * cols + i % cols] + p.f[POS * cols + i] +
                   first.f[i % cols];
-    run_embed(lab_begin(&x), (const Matrix *[]){&x.m.embd, &x.m.pos_embd, &x.m.type_embd}, 3, x.s.x,
-              N);
+    run_embed(lab_begin(&x), (const Matrix *[]){&w.m, &p.m, &first.m}, 3, x.s.x, N);
     lab_end(&x, "embed");
     lab_compare("embed", type, x.s.x, want, N * cols, 1e-6);
 }
@@ -4928,7 +4890,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     float wide = act == ACT_SWIGLU_OAI ? 12 : 1;   // its clamp at 7 must show
     float *in = lab_floats(g, n * cols, 1), *other = lab_floats(g, n * rows[0], wide), *y[3], *v[3];
     const char *name = text_of("%s of %d, tile %d", one ? "gemv" : "gemm", n, tile);
-    const float *normed = in;
+    float *normed = in;
     const Matrix *m[3];
     RandomMatrix w[3];
     Norm norm = lab_norm(g, cols, 0);
@@ -4944,8 +4906,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     for (int i = 0; i < 32 && one; i++) in[i] *= 1e-37f;   // 127 / the largest has no float
     if (one && !add) normed = need(4 * n * cols);
     for (int i = 0; normed != in && i < n; i++)
-        reference_norm((float *)normed + i * cols, in + i * cols, cols, &norm, x.m.config.norm,
-                       1e-5f);
+        reference_norm(normed + i * cols, in + i * cols, cols, &norm, x.m.config.norm, 1e-5f);
     if (!one) round_floats(in, n * cols);
     for (int i = 0; i < k; i++) {   // the second is of another format
         w[i] = lab_matrix(g, i == 1 ? other_format(type) : type, rows[i], cols);
@@ -5199,8 +5160,7 @@ static void lab_ring_experts(Lab *x, const Layer *w, const float *in, const Norm
         if (w->shared_up.data) sum += s->expert_out[i] * own;
         want[i] = other[i] + 0.5 * sum;
     }
-    for (int t = 0; t < n; t++)
-        lab_compare("experts, sum", type, y + t * dim, want + t * dim, dim, 1e-5);
+    for (int t = 0; t < n; t++) lab_compare("a sum", type, y + t * dim, want + t * dim, dim, 1e-5);
 }
 
 // E experts, of which each of n tokens uses 3, and maybe a shared one. The CPU has their weights
@@ -5347,9 +5307,8 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     float *in = lab_floats(g, N * DIM, 1), *state = lab_floats(g, all, 1);
     g->conv = lab_floats(g, N * (channels + decays + d->n_value), 1);
     float *got = need(N * values * sizeof *got), *old = memcpy(need(4 * all), state, 4 * all);
-    Cache cache[2] = {{.conv = old, .state = old + n_conv},
-                      {.conv = state, .state = state + n_conv}};
-    x.s = (Session){.cache = &cache[0], .n = N, .normed = in, .out = need(4 * N * DIM),
+    Cache two[2] = {{.conv = old, .state = old + n_conv}, {.conv = state, .state = state + n_conv}};
+    x.s = (Session){.cache = &two[0], .n = N, .normed = in, .out = need(4 * N * DIM),
                     .mix = lab_floats(g, (N + past) * channels, 1),
                     .z = lab_floats(g, N * values, 1), .att = lab_floats(g, N * values, 1),
                     .beta_alpha = lab_floats(g, N * 2 * d->n_value, 1),
@@ -5361,7 +5320,7 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     cpu.pool->amx = false;   // keeps but 17 bits of activations that meet f16
     recurrent(&cpu);
     float *want = memcpy(need(4 * N * values), x.s.att, 4 * N * values);
-    x.s.cache = &cache[1];
+    x.s.cache = &two[1];
     for (int t = 0, n; t < N; t += n) {
         n = t > 0 ? 1 : fmin(first, N);
         const float *to = run_recurrent(lab_begin(&x), &x.w, (Input){in + t * DIM, NULL}, n);
@@ -5722,7 +5681,7 @@ static void compare_nextn(const Model *m, const int32_t *ids, int n, double near
         if (s->n_cache == m->config.n_layer) return;   // guesses would cost as much as tokens
         for (int k = 0, i = n - STEPS; k < STEPS; k++, row += V) {
             if (k % 2) nextn_forward(s, m->config.n_nextn > 1, ids + i + 1, 1, i + 1);
-            else REQUIRE(session_eval(s, ids, i += k / 2, &(Error){""}), "step %d", k);
+            else MUST(session_eval, s, ids, i += k / 2);
             if (k % 2 == 0) nextn_follow(s, ids, i + 1);
             best[cpu][k] = nextn_best(s, &(double){1});
             gpu_fetch(s, s->logits, V * sizeof *row);
@@ -5964,8 +5923,7 @@ static const char *bench_only;   // rows with that in their names
 // a buffer that holds n bytes again and again
 static void *bench_fill(Gpu *g, size_t bytes, const void *pattern, size_t n) {
     char *p = lab_bytes(g, (bytes + 15) / 16 * 16);
-    for (size_t at = 0; at < bytes; at += n)
-        memcpy(p + at, pattern, n < bytes - at ? n : bytes - at);
+    for (size_t at = 0; at < bytes; at += n) memcpy(p + at, pattern, smaller(n, bytes - at));
     device_send(g, p, bytes);
     return p;
 }
@@ -6034,6 +5992,7 @@ static void bench_attention(Gpu *g, const char *name, int H, int hd, int rows, i
     enum { D = 4096, FF = 14336, KV = 8, COPIES = 8 };
     double bytes = 4.0 * KV * rows * hd, flop = 4.0 * hd * H * n * (rows - (n - 1) / 2.0);
     int32_t *pos = need(rows * sizeof *pos), now[NOW_COUNTS + FEW * 64] = {[NOW_POS] = rows - n};
+    const int outputs[] = {D, D, KV * hd, KV * hd, FF, FF, D};
     Cache c[COPIES];
     Layer w[COPIES];
     Lab x = lab(g);
@@ -6054,8 +6013,7 @@ static void bench_attention(Gpu *g, const char *name, int H, int hd, int rows, i
         w[i] = x.w;
         w[i].k.rows = w[i].v.rows = KV * hd;
         for (int k = 0; type >= 0 && k < 7; k++)
-            *m[k] = bench_matrix(g, type, k < 2 || k == 6 ? D : k < 4 ? KV * hd : FF,
-                                 k == 6 ? FF : D);
+            *m[k] = bench_matrix(g, type, outputs[k], k == 6 ? FF : D);
         c[i] = (Cache){.k = (void *)bench_matrix(g, FORMAT_F16, KV * rows, hd).data,
                        .v = (void *)bench_matrix(g, FORMAT_F16, KV * rows, hd).data,
                        .pos = bench_fill(g, 4 * rows, pos, 4 * rows), rows, rows};
@@ -6366,6 +6324,7 @@ int main(int argc, char **argv) {
     setenv("S", "golden/story.gguf", 1);
     setenv("G", "golden/archs", 1);
     setenv("D", test.dir, 1);
+    setenv("C", scratch("chat"), 1);
     for (size_t t = 0; t < COUNT(TESTS); t++) {
         bool chosen = !named;
         for (int i = 1; i < argc; i++) chosen |= !strcmp(argv[i], TESTS[t].name);
