@@ -4251,14 +4251,11 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
     if (!set)
         for (rule += none ? 2 : 1; *rule != ']'; rule++) set |= CLASS(*rule);
     rule++;
-    ptrdiff_t least = 1, most = 1, n = 0;
-    switch (*rule) {
-    case '?': rule++; least = 0; break;
-    case '*': rule++; least = 0; most = end - ch; break;
-    case '+': rule++; most = end - ch; break;
-    case '3': rule++; most = 3; break;
-    case '=': rule += 2; least = most = 1 << (rule[-1] - '0'); break;
-    }
+    char times = *rule && strchr("?*+3=", *rule) ? *rule++ : 0;
+    ptrdiff_t least = times == '?' || times == '*' ? 0 : 1, most = 1, n = 0;
+    if (times == '*' || times == '+') most = end - ch;
+    if (times == '3') most = 3;
+    if (times == '=') least = most = 1 << (*rule++ - '0');
     while (n < most && ch + n < end && !(ch[n].set & set) == none) n++;
     for (; n >= least; n--) {
         Char *match = rule_match(rule, ch + n, end);
@@ -4339,8 +4336,7 @@ static void pair_update(Work *w, uint32_t i) {   // updates the part's leaf and 
 }
 
 static size_t character_bytes(const Work *w, size_t i) {   // at byte i of the word
-    size_t n = w->n_text - i, len = utf8_length(w->text[i]);
-    return len < n ? len : n;
+    return smaller(utf8_length(w->text[i]), w->n_text - i);
 }
 
 static void add_id(Work *w, int32_t id) {   // -1: adds nothing
@@ -4401,19 +4397,16 @@ static int32_t token_of_length(const Work *w, const uint64_t *hash, size_t i, Le
 static void word_pieces(Work *w) {
     const Dictionary *d = &w->t->tokens;
     size_t before = w->out->n;
+    int32_t id = 0;
     hash_beginnings(w, w->cost);
-    for (size_t i = 0, n; i < w->n_text; i += n) {
-        size_t k = d->n_lengths;
-        int32_t id = -1;
-        while (k > 0 && id < 0) id = token_of_length(w, w->cost, i, d->length[--k]);
-        n = d->length[k].n;
-        if (id < 0) {
-            w->out->n = before;
-            id = w->t->unk;
-            n = w->n_text;
-        }
+    for (size_t i = 0, k; id >= 0 && i < w->n_text; i += d->length[k].n) {
+        id = -1;
+        for (k = d->n_lengths; k && id < 0;) id = token_of_length(w, w->cost, i, d->length[--k]);
         add_id(w, id);
     }
+    if (id >= 0) return;
+    w->out->n = before;
+    add_id(w, w->t->unk);
 }
 
 // Writes a character as the vocabulary spells it, and returns the number of bytes, at most 8.
@@ -4725,8 +4718,7 @@ static const Meta *vocab_array(const Gguf *g, const char *key, size_t n, Error *
     if (!m) fail(e, "%s is missing", key);
     else if (m->type != GGUF_ARR || (m->elem == GGUF_STR) != (n == 0))
         fail(e, "%s must be an array of %s", key, n ? "numbers" : "strings");
-    else if (n && m->n != n)
-        fail(e, "%s has %lld entries for %zu tokens", key, (long long)m->n, n);
+    else if (n && m->n != n) fail(e, "%s has %lld entries for %zu tokens", key, (long long)m->n, n);
     else return m;
     return NULL;
 }
