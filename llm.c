@@ -5093,8 +5093,7 @@ static size_t characters(Template *t, Str s) {
 
 static Str behind(Template *t, Str s, size_t n) {   // s without its first n characters
     spend(t, (n < s.n ? n : s.n) / 64);
-    for (size_t size; n && s.n; n--, s = str_from(s, size < s.n ? size : s.n))
-        size = utf8_length(*s.s);
+    for (; n && s.n; n--) s = str_from(s, smaller(utf8_length(*s.s), s.n));
     return s;
 }
 
@@ -5135,7 +5134,6 @@ static Value int_value(int64_t i) { return (Value){.kind = V_INT, .i = i}; }
 static Value float_value(double f) { return (Value){.kind = V_FLOAT, .f = f}; }
 static Value bool_value(bool b) { return (Value){.kind = V_BOOL, .i = b}; }
 static Value list_value(List l) { return (Value){.kind = V_LIST, .list = l}; }
-static Value tuple_value(List l) { return (Value){.kind = V_LIST, .tuple = true, .list = l}; }
 static Value dict_value(Dict *d) { return (Value){.kind = V_DICT, .dict = d}; }
 static Value undefined_value(Str name) { return (Value){.kind = V_UNDEFINED, .s = name}; }
 static bool is_int(Value v) { return v.kind == V_INT || v.kind == V_BOOL; }
@@ -5238,14 +5236,12 @@ static int64_t length(Template *t, Value v) {
 static int64_t bound(Value v, int64_t n, int64_t otherwise) {   // if v is no whole number
     int64_t i = is_int(v) ? v.i : otherwise;
     if (i < 0) i += n;
-    if (i < 0) return 0;
-    return i < n ? i : n;
+    return i < 0 ? 0 : smaller(i, n);
 }
 
 static Value slice(Template *t, Value v, Value from, Value to) {   // v[from:to]; a view
     if (v.kind != V_LIST) must_be(t, v, V_STRING);
-    int64_t n = length(t, v), a = bound(from, n, 0), b = bound(to, n, n);
-    if (b < a) b = a;
+    int64_t n = length(t, v), a = bound(from, n, 0), b = larger(a, bound(to, n, n));
     if (v.kind == V_LIST) v.list = (List){v.list.v + a, b - a};
     if (v.kind == V_LIST) return v;
     Str s = behind(t, v.s, a);
@@ -5333,7 +5329,6 @@ static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent)
 static bool contains(Template *t, Value in, Value v) {   // is v in a string, a list, a dict's keys?
     if (in.kind == V_STRING && v.kind == V_STRING) return find(t, in.s, v.s);
     if (in.kind == V_STRING) stop_types(t, str("in"), v, in);
-    if (in.kind == V_DICT) return entry(t, in.dict, v);
     List l = items_of(t, in);
     size_t i = 0;
     spend(t, l.n / 8);
@@ -5443,7 +5438,8 @@ static List sorted(Template *t, List l, Value attribute, bool reverse) {
 
 static List pairs_of(Template *t, Value v) {   // of a dict, as tuples of two
     List l = {0}, pairs = v.kind ? must_be(t, v, V_DICT).dict->pairs : l;
-    for (size_t i = 0; i < pairs.n; i += 2) push(t, &l, tuple_value((List){pairs.v + i, 2}));
+    for (size_t i = 0; i < pairs.n; i += 2)
+        push(t, &l, (Value){.kind = V_LIST, .tuple = true, .list = {pairs.v + i, 2}});
     return l;
 }
 
@@ -5505,8 +5501,7 @@ static Value text_builtin(Template *t, Str f, Str s, const Value *a) {   // s: a
         const char *at = find(t, s, x), *last = at ? s.s + s.n - x.n : NULL;
         if (*f.s == 's') return bool_value(at == s.s);
         if (*f.s == 'e') return bool_value(at && !memcmp(last, x.s, x.n));
-        for (; at && *f.s == 'r' && memcmp(last, x.s, x.n); last--) spend(t, 1 + x.n / 64);
-        if (*f.s == 'r') at = last;
+        if (at && *f.s == 'r') for (at = last; memcmp(at, x.s, x.n); at--) spend(t, 1 + x.n / 64);
         return int_value(at ? (int64_t)characters(t, (Str){s.s, at - s.s}) : -1);
     }
     if (is(f, "format")) s = filled(t, s, a, "%s");
@@ -5626,10 +5621,9 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
 //                                            |- filter - name upper    `suffixed` makes X of it
 #define GRAMMAR(X) \
     X(tuple, "value (`,` value?)*") X(value, "or ('if' or ('else' value)?)?") \
-    X(or, "and (`or` and)*")        X(and, "not (`and` not)*") \
-    X(not, "`not` not | compare")   X(sum, "join ((`+` | `-`) join)*") \
+    X(or, "and (`or` and)*") X(and, "not (`and` not)*") X(not, "`not` not | compare") \
     X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | `not` 'in') sum)?") \
-    X(join, "product (`~` product)*") \
+    X(sum, "join ((`+` | `-`) join)*") X(join, "product (`~` product)*") \
     X(product, "unary ((`**` | `*` | `//` | `/` | `%`) unary)*") \
     X(unary, "(sign | postfix) ('|' filter | test)*") \
     X(sign, "(`-` | `+`) (sign | postfix)") X(postfix, "atom (member | item | args)*") \
@@ -5639,8 +5633,7 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     X(item, "'[' (value (':' bound)? | `:` (`:` '-' '1' | bound)) ']'") X(bound, "value?") \
     X(member, "'.' (name args? | number)")      X(test, "'is' `not`? name postfix?") \
     X(arg, "(`**` | `*`)? value ('=' value)?")  X(filter, "name args?") \
-    X(block, "(text | print | '{%' (statement | wrong)?)*") \
-    X(print, "'{{' (tuple '}}' | wrong)") \
+    X(block, "(text | print | '{%' (statement | wrong)?)*") X(print, "'{{' (tuple '}}' | wrong)") \
     X(statement, "if | for | set | macro | call | pipe | raw | generation | break | continue") \
     X(if, "'if' (value '%}' | wrong) block (elif | else)? 'endif' '%}'") \
     X(elif, "'elif' (value '%}' | wrong) block (elif | else)?")     X(else, "'else' '%}' block") \
