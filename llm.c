@@ -6540,14 +6540,15 @@ static void memory_strip(Session *s, const Layer *w, Strip a) { plain_memory(s, 
 #ifdef __clang__
 #pragma clang diagnostic ignored "-Wpass-failed"   // where a count is not constant it stays a loop
 #endif
+// The sizes of tiles depend on the number of vector registers and are explained with the tiles.
 #if defined(QUANT_AVX512) && defined(__AVX512VNNI__)
 #define SIMD_VNNI
-enum { LANES = 16 };
+enum { LANES = 16, PANELS = 2, PACKED_TOKENS = 8, FLOAT_TOKENS = 8, INT8_TOKENS = 6 };
 #elif defined(QUANT_X86) && defined(__FMA__)
 #define SIMD_AVX2
-enum { LANES = 8 };
+enum { LANES = 8, PANELS = 1, PACKED_TOKENS = 5, FLOAT_TOKENS = 4, INT8_TOKENS = 3 };
 #else
-enum { LANES = 4 };
+enum { LANES = 4, PANELS = 1, PACKED_TOKENS = 4, FLOAT_TOKENS = 4, INT8_TOKENS = 4 };
 #endif
 typedef float vf __attribute__((vector_size(4 * LANES)));
 
@@ -6558,7 +6559,6 @@ INLINE vf load_f32(const void *p) {
 }
 INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
 
-#define BY_LANES(at_16, at_8, at_4) (LANES == 16 ? (at_16) : LANES == 8 ? (at_8) : (at_4))
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
@@ -6748,15 +6748,14 @@ typedef struct {
     bool block;                // not floats
     bool per16, offsets;       // d and m per 16 weights, not per 32; m is not always 0
     int bias;                  // code + bias is never negative; 0 if there are offsets
-    int max_pairs;             // longest run that dot_pairs may add; 0: use dot_bytes
+    int pairs_top;             // largest code, if dot_pairs may add its products; 0: dot_bytes
 } Format;
 
 static const Format formats[64];   // by type
 
 // where weight k of row r is; for a row past the end, that of the last row
 static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
-    int64_t row = r < w->rows ? r : w->rows - 1;
-    return w->data + (row * w->cols + k) * formats[w->type].bytes / 256;
+    return w->data + (smaller(r, w->rows - 1) * w->cols + k) * formats[w->type].bytes / 256;
 }
 
 // Adds the products of 256 weights, decoded from b, and of each token's activations acts[t][at] to
@@ -6773,9 +6772,9 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int toke
                    const TokenActs *const *acts, size_t at, vf sums[][2]) {
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
-    bool as_signed = f->bias && !CODE_BIAS && !f->max_pairs;
+    bool as_signed = f->bias && !CODE_BIAS && !f->pairs_top;
     uint8_t bias = as_signed ? 0 : f->bias;
-    int run = f->per16 || f->max_pairs == 2 ? 2 : 4;   // products of k and k + 1, or of all k
+    int run = f->per16 || f->pairs_top > 32 ? 2 : 4;   // products of k and k + 1, or of all k
     decode(b, q, d, m);
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf scale = load_f32(d + i), offset = load_f32((f->bias ? d : m) + i);
@@ -6788,7 +6787,7 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int toke
                 vi w = (vi)((vub)load_i32(q + 64 * k + 4 * i) + bias);
                 vi y = load_i32(x->q[k][i / 2]), *to = &dot[f->per16 ? k / 2 : 0];
                 bool begins = k % run == 0, ends = k % run == run - 1;
-                if (f->max_pairs) *to = dot_pairs(*to, &pairs, w, y, begins, ends);
+                if (f->pairs_top) *to = dot_pairs(*to, &pairs, w, y, begins, ends);
                 else *to = dot_bytes(*to, w, y);
             }
             vf even = f->per16 ? evens(scales) : scales;
@@ -6927,7 +6926,7 @@ static void matvec_bf16(MATVEC_ARGS) { floats_matvec(load_bf16, 2, job, x, r, en
 // A pair is at most 254 times the largest code. That is at most twice the bias, or, without a bias,
 // below 2^bits of a weight in the file. 16 bits hold 8 * 254 * 16, 4 * 254 * 32 and 2 * 254 * 64.
 #define TOP_CODE(bias, bits) (bias ? 2 * bias : 1 << (bits))
-#define MAX_PAIRS(top) (!PAIRS ? 0 : (top) <= 16 ? 8 : (top) <= 32 ? 4 : (top) <= 64 ? 2 : 0)
+#define PAIRS_TOP(top) (PAIRS && (top) <= 64 ? (top) : 0)
 
 static const Format formats[64] = {
     [QUANT_F32] = {.matvec = matvec_f32, .bytes = 1024},
@@ -6935,7 +6934,7 @@ static const Format formats[64] = {
     [QUANT_BF16] = {.matvec = matvec_bf16, .bytes = 512},
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
     [id] = {matvec_##name, 256 / weights * bytes, true, per16, !bias, bias,                        \
-            MAX_PAIRS(TOP_CODE(bias, bytes * 8 / weights))},
+            PAIRS_TOP(TOP_CODE(bias, bytes * 8 / weights))},
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
 };
@@ -6982,7 +6981,7 @@ typedef struct {
 static const Tile *amx_tile(const Matrix *w);   // for products by w with AMX: section 37
 
 // a panel has TILE rows in VECTORS vectors, a tile of products PANELS panels
-enum { TILE = 16, VECTORS = TILE / LANES, PANELS = BY_LANES(2, 1, 1), MAX_TOKENS = 32 };
+enum { TILE = 16, VECTORS = TILE / LANES, MAX_TOKENS = 32 };
 
 // Copies words of 32 bits (a float, four codes or two bf16), `columns` of them from each of 16
 // rows, to columns of 16. Rows lie `stride` words apart. AVX-512 rounds `columns` up to whole 4.
@@ -7046,8 +7045,7 @@ static void tile_out(const Product *p, int tokens, const vf *sums) {
 
 // A tile has as many sums as registers hold beside operands, because a multiply-add takes 4 cycles
 // and 2 start in each. Attention's "tokens" are keys of a block, or numbers of a value.
-enum { FLOAT_DEPTH = 512, PACKED_TOKENS = BY_LANES(8, 5, 4),
-       FLOAT_KEYS = 64, FLOAT_TOKENS = BY_LANES(8, 4, 4) };
+enum { FLOAT_DEPTH = 512, FLOAT_KEYS = 64 };
 
 // out[i][t][16] = sum over k < depth of w[i][k][16] * x[t * next + k * step], for each panel i and
 // token t; added to out, if `adds`. Panels of w lie w_size floats apart, those of out out_size.
@@ -7098,7 +7096,7 @@ static const Tile float_tile = {.tokens = PACKED_TOKENS, .step = 1024, .depth = 
 // a scale takes 2 instructions, an offset 1. A tile has as many rows and tokens as registers hold,
 // with two sums for each vector; on x86 two vectors of rows share loads of activations.
 
-enum { INT8_DEPTH = 1024, INT8_TOKENS = BY_LANES(6, 3, 4) };
+enum { INT8_DEPTH = 1024 };
 
 // the four codes at x, in each lane
 INLINE vi four_codes(const int8_t *x) { return (vi){0} + (int32_t)quant_u32((const uint8_t *)x); }
@@ -7148,7 +7146,7 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
     const Format *f = &formats[w->type];
     Int8Panel *p = panel;
     int bias = f->offsets ? 0 : CODE_BIAS;
-    if (f->max_pairs) bias = f->bias;
+    if (f->pairs_top) bias = f->bias;
     bool folds = !PAIRS && f->per16 && f->offsets;
     for (int i = 0; i < depth; i += 256) {
         uint64_t q[TILE][32];
@@ -7159,7 +7157,7 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
             prefetch_l2(weight_at(w, r + TILE + j, k + i), f->bytes);   // the panel below
             quant_decode(w->type, weights, w->cols - k - i, codes, d[j], m[j]);
             for (int c = 0; c < 256; c++) codes[c] += bias;
-            if (f->max_pairs && bias) for (int c = 0; c < 16; c++) m[j][c] = d[j][c] * -bias;
+            if (f->pairs_top && bias) for (int c = 0; c < 16; c++) m[j][c] = d[j][c] * -bias;
             if (!folds) continue;
             const block_q2_K *b = (const void *)weights;
             for (int c = 0; c < 32; c++) q[j][c] *= b->scales[c % 8 * 2 + c / 16] & 15;
@@ -7167,7 +7165,7 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
         }
         transpose(q, 64, 64, p->q[i / 4]);
         transpose(d, 16, 16, p->d[i / 16]);
-        if (f->offsets || f->max_pairs) transpose(m, 16, 16, p->m[i / 16]);
+        if (f->offsets || f->pairs_top) transpose(m, 16, 16, p->m[i / 16]);
     }
 }
 
@@ -7217,16 +7215,16 @@ INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scal
 // whose offsets may be there to subtract a bias, and four of dot_bytes.
 static void int8_multiply(const Product *p, vf *sum) {
     const Format *f = &formats[p->job->w->type];
-    int pairs = PAIRS ? f->max_pairs : 0, offsets = !PAIRS && f->offsets;
+    int top = PAIRS ? f->pairs_top : 0, offsets = !PAIRS && f->offsets;
 #define MULTIPLY(...) tile_int8(p->panel, p->acts, p->depth, __VA_ARGS__, sum)
-    if (pairs == 8 && !f->per16) MULTIPLY(1, 1, 8);        // q4_0 q4_K tq1_0 tq2_0 q1_0 q2_0
-    else if (pairs == 4 && !f->per16) MULTIPLY(1, 1, 4);   // q4_1 q5_0 q5_K iq1_s iq3_s mxfp4
-    else if (pairs == 2 && !f->per16) MULTIPLY(1, 1, 2);   // q5_1
-    else if (pairs == 2) MULTIPLY(2, 2, 2);                // q6_K
-    else if (pairs) MULTIPLY(2, 2, 4);                     // q2_K q3_K iq1_m nvfp4
-    else if (f->per16 && offsets) MULTIPLY(1, 2, 0);       // q2_K, folded
-    else if (f->per16) MULTIPLY(2, 0, 0);                  // iq2_xs iq2_s, q3_K q6_K iq1_m nvfp4
-    else if (offsets) MULTIPLY(1, 1, 0);                   // q4_1 q5_1 q4_K q5_K
+    if (top > 32 && f->per16) MULTIPLY(2, 2, 2);       // q6_K
+    else if (top && f->per16) MULTIPLY(2, 2, 4);       // q2_K q3_K iq1_m nvfp4
+    else if (top > 32) MULTIPLY(1, 1, 2);              // q5_1
+    else if (top > 16) MULTIPLY(1, 1, 4);              // q4_1 q5_0 q5_K iq1_s iq3_s mxfp4
+    else if (top) MULTIPLY(1, 1, 8);                   // q4_0 q4_K tq1_0 tq2_0 q1_0 q2_0
+    else if (f->per16 && offsets) MULTIPLY(1, 2, 0);   // q2_K, folded
+    else if (f->per16) MULTIPLY(2, 0, 0);              // iq2_xs iq2_s, q3_K q6_K iq1_m nvfp4
+    else if (offsets) MULTIPLY(1, 1, 0);               // q4_1 q5_1 q4_K q5_K
     else MULTIPLY(1, 0, 0);   // q8_0 iq2_xxs iq3_xxs iq4_nl iq4_xs, and all others without pairs
 #undef MULTIPLY
 }
