@@ -7313,14 +7313,11 @@ static void matmul_task(Task t) {
     const JobPlan *plan = call->job;
     while (t.i >= plan[1].first_task) plan++;
     const Matrix *w = plan->job->w;
-    int n = plan->job->n, i = t.i - plan->first_task, past = i - plan->whole;
-    int strip = past < 0 ? i : plan->whole + past / 2;
-    int half = past < 0 ? -1 : past % 2;   // of the strip; -1: all of it
-    int64_t r = strip * plan->task_rows, end = smaller(r + plan->task_rows, w->rows);
+    int n = plan->job->n, i = t.i - plan->first_task, parts = i < plan->whole ? 1 : 2;
+    int half = smaller(2 * i, plan->whole + i);   // the task's first half of a strip
     if (n <= FEW) {
-        int64_t middle = smaller(r + plan->task_rows / 2, end);
-        if (half == 1) r = middle;
-        if (half == 0) end = middle;
+        int64_t r = half * (plan->task_rows / 2);
+        int64_t end = smaller(r + plan->task_rows / parts, w->rows);
         float scale = w->scale ? *w->scale : 1;
         formats[w->type].matvec(plan->job, plan->acts, r, end);
         for (int token = 0; token < n; token++) {
@@ -7328,9 +7325,11 @@ static void matmul_task(Task t) {
             for (int64_t k = r; k < end; k++) out[k] = out[k] * scale + (w->bias ? w->bias[k] : 0);
         }
     } else {
-        int middle = ceil_div(n, 2 * plan->tile->tokens) * plan->tile->tokens;   // of the tokens
+        int64_t r = half / 2 * plan->task_rows, end = smaller(r + plan->task_rows, w->rows);
+        int tokens = ceil_div(n, parts * plan->tile->tokens) * plan->tile->tokens;
+        int first = half % 2 * tokens, last = smaller(first + tokens, n);
         char *panels = call->panels + t.thread * call->panel_bytes;
-        multiply_tiles(plan, r, end, half == 1 ? middle : 0, half == 0 ? middle : n, panels);
+        multiply_tiles(plan, r, end, first, last, panels);
     }
 }
 
@@ -7377,9 +7376,9 @@ static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
         }
         plan->task_rows = larger(smaller(bytes / share / plan->row_bytes, most) / 32, 1) * 32;
         int strips = (plan->job->w->rows + plan->task_rows - 1) / plan->task_rows;
-        if (i < k - 1) divided = 0;
-        plan->whole = strips > divided ? strips - divided : 0;
-        plan[1].first_task = plan->first_task + 2 * strips - plan->whole;
+        divided = i < k - 1 ? 0 : smaller(divided, strips);
+        plan->whole = strips - divided;
+        plan[1].first_task = plan->first_task + strips + divided;
     }
 }
 
