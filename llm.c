@@ -7670,8 +7670,7 @@ static void query_softmax(const Attention *a, const int32_t *pos, int head, floa
     for (int j = 0; j < BLOCK_KEYS; j++) s[j] *= a->scale;
     if (a->softcap > 0) soft_cap(s, BLOCK_KEYS, a->softcap);
     for (int j = 0; slope > 0 && j < BLOCK_KEYS; j++) s[j] -= slope * (float)abs(query - pos[j]);
-    for (int j = 0; j < BLOCK_KEYS; j++)
-        s[j] = attention_sees(a, query, pos[j]) ? s[j] : -INFINITY;
+    for (int j = 0; j < BLOCK_KEYS; j++) s[j] = attention_sees(a, query, pos[j]) ? s[j] : -INFINITY;
     UNROLL for (int j = 0; j < BLOCK_KEYS; j += LANES)
         most = j ? larger_of(most, load_f32(s + j)) : load_f32(s + j);
     UNROLL for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
@@ -7686,11 +7685,10 @@ static void query_softmax(const Attention *a, const int32_t *pos, int head, floa
 
 // out[heads][vectors * LANES] += weights s times a part of the values; all sums are in registers
 INLINE void query_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
-                          int heads, int vectors, float s[][BLOCK_KEYS], float *out,
-                          size_t stride) {
+                          int heads, int vectors, float s[][BLOCK_KEYS], float *out, size_t step) {
     vf sum[4][8];
     UNROLL for (int h = 0; h < heads; h++)
-        UNROLL for (int i = 0; i < vectors; i++) sum[h][i] = load_f32(out + h * stride + i * LANES);
+        UNROLL for (int i = 0; i < vectors; i++) sum[h][i] = load_f32(out + h * step + i * LANES);
     for (int j = 0; j < keys; j++, v += a->v_step, next += a->v_step) {
         prefetch_l2(next, 2 * vectors * LANES);
         UNROLL for (int i = 0; i < vectors; i++) {
@@ -7699,21 +7697,21 @@ INLINE void query_columns(const Attention *a, const uint16_t *v, const uint16_t 
         }
     }
     UNROLL for (int h = 0; h < heads; h++)
-        UNROLL for (int i = 0; i < vectors; i++) store(out + h * stride + i * LANES, sum[h][i]);
+        UNROLL for (int i = 0; i < vectors; i++) store(out + h * step + i * LANES, sum[h][i]);
 }
 
 // out[heads][vd] += weights s times the values of `keys` rows
 INLINE void query_values(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
-                         int heads, float s[][BLOCK_KEYS], float *out, size_t stride) {
+                         int heads, float s[][BLOCK_KEYS], float *out, size_t step) {
     int e = 0, vectors = heads == 4 || LANES == 8 ? 4 : 8;   // as many as registers can hold
     for (; e + vectors * LANES <= a->vd; e += vectors * LANES)
-        query_columns(a, v + e, next + e, keys, heads, vectors, s, out + e, stride);
+        query_columns(a, v + e, next + e, keys, heads, vectors, s, out + e, step);
     for (; e + LANES <= a->vd; e += LANES)
-        query_columns(a, v + e, next + e, keys, heads, 1, s, out + e, stride);
+        query_columns(a, v + e, next + e, keys, heads, 1, s, out + e, step);
     for (int h = 0; h < heads && e < a->vd; h++)
         for (int j = 0; j < keys; j++)
             for (int i = e; i < a->vd; i++)
-                out[h * stride + i] += s[h][j] * quant_f16_to_f32(v[j * a->v_step + i]);
+                out[h * step + i] += s[h][j] * quant_f16_to_f32(v[j * a->v_step + i]);
 }
 
 // Adds block b of a KV head to the Partials of `heads` of a query's heads, from head g of those
@@ -7724,7 +7722,7 @@ INLINE void query_block(const FewCall *call, int query, int kv, int b, int g, in
     int r = block[b], keys = smaller(a->rows - r, BLOCK_KEYS);
     size_t head = query * a->n_head + kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
     size_t row = (size_t)kv * a->rows + r, next = row;   // next: is prefetched; row costs nothing
-    size_t stride = call->size * call->splits;
+    size_t step = call->size * call->splits;
     int32_t pos[BLOCK_KEYS];
     float s[4][BLOCK_KEYS];
     if (g == 0 && b + 1 < call->blocks[query]) next = row - r + block[b + 1];
@@ -7735,7 +7733,7 @@ INLINE void query_block(const FewCall *call, int query, int kv, int b, int g, in
     for (int i = 0; i < heads; i++)
         query_softmax(a, pos, head + i, s[i], partial_of(call, head + i, split));
     query_values(a, a->v + row * a->v_step, a->v + next * a->v_step, keys, heads, s,
-                 partial_of(call, head, split)->out, stride);
+                 partial_of(call, head, split)->out, step);
 }
 
 // joins a head's Partials, faded to the largest score, and divides values by the sum of weights
@@ -8227,14 +8225,13 @@ static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
 
 // sorts 128, which are nearly always enough, else eight times as many, and so on
 static void sort_share(Candidate *c, size_t n, double share) {
-    size_t k = 16, sorted;
     double sum;
-    do {
-        k *= 8;
-        sorted = k < n ? k : n;
+    for (size_t k = 128;; k *= 8) {
+        size_t sorted = smaller(k, n);
         sort_top(c, n, sorted);
         sum_until(c, sorted, share, &sum);
-    } while (sum < share && sorted < n);
+        if (sum >= share || sorted == n) return;
+    }
 }
 
 // ---- 40. guesses ----
