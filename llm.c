@@ -4251,14 +4251,11 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
     if (!set)
         for (rule += none ? 2 : 1; *rule != ']'; rule++) set |= CLASS(*rule);
     rule++;
-    ptrdiff_t least = 1, most = 1, n = 0;
-    switch (*rule) {
-    case '?': rule++; least = 0; break;
-    case '*': rule++; least = 0; most = end - ch; break;
-    case '+': rule++; most = end - ch; break;
-    case '3': rule++; most = 3; break;
-    case '=': rule += 2; least = most = 1 << (rule[-1] - '0'); break;
-    }
+    char times = *rule && strchr("?*+3=", *rule) ? *rule++ : 0;
+    ptrdiff_t least = times == '?' || times == '*' ? 0 : 1, most = 1, n = 0;
+    if (times == '*' || times == '+') most = end - ch;
+    if (times == '3') most = 3;
+    if (times == '=') least = most = 1 << (*rule++ - '0');
     while (n < most && ch + n < end && !(ch[n].set & set) == none) n++;
     for (; n >= least; n--) {
         Char *match = rule_match(rule, ch + n, end);
@@ -4339,8 +4336,7 @@ static void pair_update(Work *w, uint32_t i) {   // updates the part's leaf and 
 }
 
 static size_t character_bytes(const Work *w, size_t i) {   // at byte i of the word
-    size_t n = w->n_text - i, len = utf8_length(w->text[i]);
-    return len < n ? len : n;
+    return smaller(utf8_length(w->text[i]), w->n_text - i);
 }
 
 static void add_id(Work *w, int32_t id) {   // -1: adds nothing
@@ -4401,19 +4397,16 @@ static int32_t token_of_length(const Work *w, const uint64_t *hash, size_t i, Le
 static void word_pieces(Work *w) {
     const Dictionary *d = &w->t->tokens;
     size_t before = w->out->n;
+    int32_t id = 0;
     hash_beginnings(w, w->cost);
-    for (size_t i = 0, n; i < w->n_text; i += n) {
-        size_t k = d->n_lengths;
-        int32_t id = -1;
-        while (k > 0 && id < 0) id = token_of_length(w, w->cost, i, d->length[--k]);
-        n = d->length[k].n;
-        if (id < 0) {
-            w->out->n = before;
-            id = w->t->unk;
-            n = w->n_text;
-        }
+    for (size_t i = 0, k; id >= 0 && i < w->n_text; i += d->length[k].n) {
+        id = -1;
+        for (k = d->n_lengths; k && id < 0;) id = token_of_length(w, w->cost, i, d->length[--k]);
         add_id(w, id);
     }
+    if (id >= 0) return;
+    w->out->n = before;
+    add_id(w, w->t->unk);
 }
 
 // Writes a character as the vocabulary spells it, and returns the number of bytes, at most 8.
@@ -4725,8 +4718,7 @@ static const Meta *vocab_array(const Gguf *g, const char *key, size_t n, Error *
     if (!m) fail(e, "%s is missing", key);
     else if (m->type != GGUF_ARR || (m->elem == GGUF_STR) != (n == 0))
         fail(e, "%s must be an array of %s", key, n ? "numbers" : "strings");
-    else if (n && m->n != n)
-        fail(e, "%s has %lld entries for %zu tokens", key, (long long)m->n, n);
+    else if (n && m->n != n) fail(e, "%s has %lld entries for %zu tokens", key, (long long)m->n, n);
     else return m;
     return NULL;
 }
@@ -5101,8 +5093,7 @@ static size_t characters(Template *t, Str s) {
 
 static Str behind(Template *t, Str s, size_t n) {   // s without its first n characters
     spend(t, (n < s.n ? n : s.n) / 64);
-    for (size_t size; n && s.n; n--, s = str_from(s, size < s.n ? size : s.n))
-        size = utf8_length(*s.s);
+    for (; n && s.n; n--) s = str_from(s, smaller(utf8_length(*s.s), s.n));
     return s;
 }
 
@@ -5143,7 +5134,6 @@ static Value int_value(int64_t i) { return (Value){.kind = V_INT, .i = i}; }
 static Value float_value(double f) { return (Value){.kind = V_FLOAT, .f = f}; }
 static Value bool_value(bool b) { return (Value){.kind = V_BOOL, .i = b}; }
 static Value list_value(List l) { return (Value){.kind = V_LIST, .list = l}; }
-static Value tuple_value(List l) { return (Value){.kind = V_LIST, .tuple = true, .list = l}; }
 static Value dict_value(Dict *d) { return (Value){.kind = V_DICT, .dict = d}; }
 static Value undefined_value(Str name) { return (Value){.kind = V_UNDEFINED, .s = name}; }
 static bool is_int(Value v) { return v.kind == V_INT || v.kind == V_BOOL; }
@@ -5246,14 +5236,12 @@ static int64_t length(Template *t, Value v) {
 static int64_t bound(Value v, int64_t n, int64_t otherwise) {   // if v is no whole number
     int64_t i = is_int(v) ? v.i : otherwise;
     if (i < 0) i += n;
-    if (i < 0) return 0;
-    return i < n ? i : n;
+    return i < 0 ? 0 : smaller(i, n);
 }
 
 static Value slice(Template *t, Value v, Value from, Value to) {   // v[from:to]; a view
     if (v.kind != V_LIST) must_be(t, v, V_STRING);
-    int64_t n = length(t, v), a = bound(from, n, 0), b = bound(to, n, n);
-    if (b < a) b = a;
+    int64_t n = length(t, v), a = bound(from, n, 0), b = larger(a, bound(to, n, n));
     if (v.kind == V_LIST) v.list = (List){v.list.v + a, b - a};
     if (v.kind == V_LIST) return v;
     Str s = behind(t, v.s, a);
@@ -5341,7 +5329,6 @@ static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent)
 static bool contains(Template *t, Value in, Value v) {   // is v in a string, a list, a dict's keys?
     if (in.kind == V_STRING && v.kind == V_STRING) return find(t, in.s, v.s);
     if (in.kind == V_STRING) stop_types(t, str("in"), v, in);
-    if (in.kind == V_DICT) return entry(t, in.dict, v);
     List l = items_of(t, in);
     size_t i = 0;
     spend(t, l.n / 8);
@@ -5451,7 +5438,8 @@ static List sorted(Template *t, List l, Value attribute, bool reverse) {
 
 static List pairs_of(Template *t, Value v) {   // of a dict, as tuples of two
     List l = {0}, pairs = v.kind ? must_be(t, v, V_DICT).dict->pairs : l;
-    for (size_t i = 0; i < pairs.n; i += 2) push(t, &l, tuple_value((List){pairs.v + i, 2}));
+    for (size_t i = 0; i < pairs.n; i += 2)
+        push(t, &l, (Value){.kind = V_LIST, .tuple = true, .list = {pairs.v + i, 2}});
     return l;
 }
 
@@ -5513,8 +5501,7 @@ static Value text_builtin(Template *t, Str f, Str s, const Value *a) {   // s: a
         const char *at = find(t, s, x), *last = at ? s.s + s.n - x.n : NULL;
         if (*f.s == 's') return bool_value(at == s.s);
         if (*f.s == 'e') return bool_value(at && !memcmp(last, x.s, x.n));
-        for (; at && *f.s == 'r' && memcmp(last, x.s, x.n); last--) spend(t, 1 + x.n / 64);
-        if (*f.s == 'r') at = last;
+        if (at && *f.s == 'r') for (at = last; memcmp(at, x.s, x.n); at--) spend(t, 1 + x.n / 64);
         return int_value(at ? (int64_t)characters(t, (Str){s.s, at - s.s}) : -1);
     }
     if (is(f, "format")) s = filled(t, s, a, "%s");
@@ -5634,10 +5621,9 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
 //                                            |- filter - name upper    `suffixed` makes X of it
 #define GRAMMAR(X) \
     X(tuple, "value (`,` value?)*") X(value, "or ('if' or ('else' value)?)?") \
-    X(or, "and (`or` and)*")        X(and, "not (`and` not)*") \
-    X(not, "`not` not | compare")   X(sum, "join ((`+` | `-`) join)*") \
+    X(or, "and (`or` and)*") X(and, "not (`and` not)*") X(not, "`not` not | compare") \
     X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | `not` 'in') sum)?") \
-    X(join, "product (`~` product)*") \
+    X(sum, "join ((`+` | `-`) join)*") X(join, "product (`~` product)*") \
     X(product, "unary ((`**` | `*` | `//` | `/` | `%`) unary)*") \
     X(unary, "(sign | postfix) ('|' filter | test)*") \
     X(sign, "(`-` | `+`) (sign | postfix)") X(postfix, "atom (member | item | args)*") \
@@ -5647,8 +5633,7 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     X(item, "'[' (value (':' bound)? | `:` (`:` '-' '1' | bound)) ']'") X(bound, "value?") \
     X(member, "'.' (name args? | number)")      X(test, "'is' `not`? name postfix?") \
     X(arg, "(`**` | `*`)? value ('=' value)?")  X(filter, "name args?") \
-    X(block, "(text | print | '{%' (statement | wrong)?)*") \
-    X(print, "'{{' (tuple '}}' | wrong)") \
+    X(block, "(text | print | '{%' (statement | wrong)?)*") X(print, "'{{' (tuple '}}' | wrong)") \
     X(statement, "if | for | set | macro | call | pipe | raw | generation | break | continue") \
     X(if, "'if' (value '%}' | wrong) block (elif | else)? 'endif' '%}'") \
     X(elif, "'elif' (value '%}' | wrong) block (elif | else)?")     X(else, "'else' '%}' block") \
@@ -6555,14 +6540,15 @@ static void memory_strip(Session *s, const Layer *w, Strip a) { plain_memory(s, 
 #ifdef __clang__
 #pragma clang diagnostic ignored "-Wpass-failed"   // where a count is not constant it stays a loop
 #endif
+// The sizes of tiles depend on the number of vector registers and are explained with the tiles.
 #if defined(QUANT_AVX512) && defined(__AVX512VNNI__)
 #define SIMD_VNNI
-enum { LANES = 16 };
+enum { LANES = 16, PANELS = 2, PACKED_TOKENS = 8, FLOAT_TOKENS = 8, INT8_TOKENS = 6 };
 #elif defined(QUANT_X86) && defined(__FMA__)
 #define SIMD_AVX2
-enum { LANES = 8 };
+enum { LANES = 8, PANELS = 1, PACKED_TOKENS = 5, FLOAT_TOKENS = 4, INT8_TOKENS = 3 };
 #else
-enum { LANES = 4 };
+enum { LANES = 4, PANELS = 1, PACKED_TOKENS = 4, FLOAT_TOKENS = 4, INT8_TOKENS = 4 };
 #endif
 typedef float vf __attribute__((vector_size(4 * LANES)));
 
@@ -6573,7 +6559,6 @@ INLINE vf load_f32(const void *p) {
 }
 INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
 
-#define BY_LANES(at_16, at_8, at_4) (LANES == 16 ? (at_16) : LANES == 8 ? (at_8) : (at_4))
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
@@ -6763,15 +6748,14 @@ typedef struct {
     bool block;                // not floats
     bool per16, offsets;       // d and m per 16 weights, not per 32; m is not always 0
     int bias;                  // code + bias is never negative; 0 if there are offsets
-    int max_pairs;             // longest run that dot_pairs may add; 0: use dot_bytes
+    int pairs_top;             // largest code, if dot_pairs may add its products; 0: dot_bytes
 } Format;
 
 static const Format formats[64];   // by type
 
 // where weight k of row r is; for a row past the end, that of the last row
 static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
-    int64_t row = r < w->rows ? r : w->rows - 1;
-    return w->data + (row * w->cols + k) * formats[w->type].bytes / 256;
+    return w->data + (smaller(r, w->rows - 1) * w->cols + k) * formats[w->type].bytes / 256;
 }
 
 // Adds the products of 256 weights, decoded from b, and of each token's activations acts[t][at] to
@@ -6788,9 +6772,9 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int toke
                    const TokenActs *const *acts, size_t at, vf sums[][2]) {
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
-    bool as_signed = f->bias && !CODE_BIAS && !f->max_pairs;
+    bool as_signed = f->bias && !CODE_BIAS && !f->pairs_top;
     uint8_t bias = as_signed ? 0 : f->bias;
-    int run = f->per16 || f->max_pairs == 2 ? 2 : 4;   // products of k and k + 1, or of all k
+    int run = f->per16 || f->pairs_top > 32 ? 2 : 4;   // products of k and k + 1, or of all k
     decode(b, q, d, m);
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf scale = load_f32(d + i), offset = load_f32((f->bias ? d : m) + i);
@@ -6803,7 +6787,7 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int toke
                 vi w = (vi)((vub)load_i32(q + 64 * k + 4 * i) + bias);
                 vi y = load_i32(x->q[k][i / 2]), *to = &dot[f->per16 ? k / 2 : 0];
                 bool begins = k % run == 0, ends = k % run == run - 1;
-                if (f->max_pairs) *to = dot_pairs(*to, &pairs, w, y, begins, ends);
+                if (f->pairs_top) *to = dot_pairs(*to, &pairs, w, y, begins, ends);
                 else *to = dot_bytes(*to, w, y);
             }
             vf even = f->per16 ? evens(scales) : scales;
@@ -6942,7 +6926,7 @@ static void matvec_bf16(MATVEC_ARGS) { floats_matvec(load_bf16, 2, job, x, r, en
 // A pair is at most 254 times the largest code. That is at most twice the bias, or, without a bias,
 // below 2^bits of a weight in the file. 16 bits hold 8 * 254 * 16, 4 * 254 * 32 and 2 * 254 * 64.
 #define TOP_CODE(bias, bits) (bias ? 2 * bias : 1 << (bits))
-#define MAX_PAIRS(top) (!PAIRS ? 0 : (top) <= 16 ? 8 : (top) <= 32 ? 4 : (top) <= 64 ? 2 : 0)
+#define PAIRS_TOP(top) (PAIRS && (top) <= 64 ? (top) : 0)
 
 static const Format formats[64] = {
     [QUANT_F32] = {.matvec = matvec_f32, .bytes = 1024},
@@ -6950,7 +6934,7 @@ static const Format formats[64] = {
     [QUANT_BF16] = {.matvec = matvec_bf16, .bytes = 512},
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
     [id] = {matvec_##name, 256 / weights * bytes, true, per16, !bias, bias,                        \
-            MAX_PAIRS(TOP_CODE(bias, bytes * 8 / weights))},
+            PAIRS_TOP(TOP_CODE(bias, bytes * 8 / weights))},
     QUANT_TYPES(QUANT_X)
 #undef QUANT_X
 };
@@ -6997,7 +6981,7 @@ typedef struct {
 static const Tile *amx_tile(const Matrix *w);   // for products by w with AMX: section 37
 
 // a panel has TILE rows in VECTORS vectors, a tile of products PANELS panels
-enum { TILE = 16, VECTORS = TILE / LANES, PANELS = BY_LANES(2, 1, 1), MAX_TOKENS = 32 };
+enum { TILE = 16, VECTORS = TILE / LANES, MAX_TOKENS = 32 };
 
 // Copies words of 32 bits (a float, four codes or two bf16), `columns` of them from each of 16
 // rows, to columns of 16. Rows lie `stride` words apart. AVX-512 rounds `columns` up to whole 4.
@@ -7061,8 +7045,7 @@ static void tile_out(const Product *p, int tokens, const vf *sums) {
 
 // A tile has as many sums as registers hold beside operands, because a multiply-add takes 4 cycles
 // and 2 start in each. Attention's "tokens" are keys of a block, or numbers of a value.
-enum { FLOAT_DEPTH = 512, PACKED_TOKENS = BY_LANES(8, 5, 4),
-       FLOAT_KEYS = 64, FLOAT_TOKENS = BY_LANES(8, 4, 4) };
+enum { FLOAT_DEPTH = 512, FLOAT_KEYS = 64 };
 
 // out[i][t][16] = sum over k < depth of w[i][k][16] * x[t * next + k * step], for each panel i and
 // token t; added to out, if `adds`. Panels of w lie w_size floats apart, those of out out_size.
@@ -7113,7 +7096,7 @@ static const Tile float_tile = {.tokens = PACKED_TOKENS, .step = 1024, .depth = 
 // a scale takes 2 instructions, an offset 1. A tile has as many rows and tokens as registers hold,
 // with two sums for each vector; on x86 two vectors of rows share loads of activations.
 
-enum { INT8_DEPTH = 1024, INT8_TOKENS = BY_LANES(6, 3, 4) };
+enum { INT8_DEPTH = 1024 };
 
 // the four codes at x, in each lane
 INLINE vi four_codes(const int8_t *x) { return (vi){0} + (int32_t)quant_u32((const uint8_t *)x); }
@@ -7163,7 +7146,7 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
     const Format *f = &formats[w->type];
     Int8Panel *p = panel;
     int bias = f->offsets ? 0 : CODE_BIAS;
-    if (f->max_pairs) bias = f->bias;
+    if (f->pairs_top) bias = f->bias;
     bool folds = !PAIRS && f->per16 && f->offsets;
     for (int i = 0; i < depth; i += 256) {
         uint64_t q[TILE][32];
@@ -7174,7 +7157,7 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
             prefetch_l2(weight_at(w, r + TILE + j, k + i), f->bytes);   // the panel below
             quant_decode(w->type, weights, w->cols - k - i, codes, d[j], m[j]);
             for (int c = 0; c < 256; c++) codes[c] += bias;
-            if (f->max_pairs && bias) for (int c = 0; c < 16; c++) m[j][c] = d[j][c] * -bias;
+            if (f->pairs_top && bias) for (int c = 0; c < 16; c++) m[j][c] = d[j][c] * -bias;
             if (!folds) continue;
             const block_q2_K *b = (const void *)weights;
             for (int c = 0; c < 32; c++) q[j][c] *= b->scales[c % 8 * 2 + c / 16] & 15;
@@ -7182,7 +7165,7 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
         }
         transpose(q, 64, 64, p->q[i / 4]);
         transpose(d, 16, 16, p->d[i / 16]);
-        if (f->offsets || f->max_pairs) transpose(m, 16, 16, p->m[i / 16]);
+        if (f->offsets || f->pairs_top) transpose(m, 16, 16, p->m[i / 16]);
     }
 }
 
@@ -7232,16 +7215,16 @@ INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scal
 // whose offsets may be there to subtract a bias, and four of dot_bytes.
 static void int8_multiply(const Product *p, vf *sum) {
     const Format *f = &formats[p->job->w->type];
-    int pairs = PAIRS ? f->max_pairs : 0, offsets = !PAIRS && f->offsets;
+    int top = PAIRS ? f->pairs_top : 0, offsets = !PAIRS && f->offsets;
 #define MULTIPLY(...) tile_int8(p->panel, p->acts, p->depth, __VA_ARGS__, sum)
-    if (pairs == 8 && !f->per16) MULTIPLY(1, 1, 8);        // q4_0 q4_K tq1_0 tq2_0 q1_0 q2_0
-    else if (pairs == 4 && !f->per16) MULTIPLY(1, 1, 4);   // q4_1 q5_0 q5_K iq1_s iq3_s mxfp4
-    else if (pairs == 2 && !f->per16) MULTIPLY(1, 1, 2);   // q5_1
-    else if (pairs == 2) MULTIPLY(2, 2, 2);                // q6_K
-    else if (pairs) MULTIPLY(2, 2, 4);                     // q2_K q3_K iq1_m nvfp4
-    else if (f->per16 && offsets) MULTIPLY(1, 2, 0);       // q2_K, folded
-    else if (f->per16) MULTIPLY(2, 0, 0);                  // iq2_xs iq2_s, q3_K q6_K iq1_m nvfp4
-    else if (offsets) MULTIPLY(1, 1, 0);                   // q4_1 q5_1 q4_K q5_K
+    if (top > 32 && f->per16) MULTIPLY(2, 2, 2);       // q6_K
+    else if (top && f->per16) MULTIPLY(2, 2, 4);       // q2_K q3_K iq1_m nvfp4
+    else if (top > 32) MULTIPLY(1, 1, 2);              // q5_1
+    else if (top > 16) MULTIPLY(1, 1, 4);              // q4_1 q5_0 q5_K iq1_s iq3_s mxfp4
+    else if (top) MULTIPLY(1, 1, 8);                   // q4_0 q4_K tq1_0 tq2_0 q1_0 q2_0
+    else if (f->per16 && offsets) MULTIPLY(1, 2, 0);   // q2_K, folded
+    else if (f->per16) MULTIPLY(2, 0, 0);              // iq2_xs iq2_s, q3_K q6_K iq1_m nvfp4
+    else if (offsets) MULTIPLY(1, 1, 0);               // q4_1 q5_1 q4_K q5_K
     else MULTIPLY(1, 0, 0);   // q8_0 iq2_xxs iq3_xxs iq4_nl iq4_xs, and all others without pairs
 #undef MULTIPLY
 }
@@ -7330,14 +7313,11 @@ static void matmul_task(Task t) {
     const JobPlan *plan = call->job;
     while (t.i >= plan[1].first_task) plan++;
     const Matrix *w = plan->job->w;
-    int n = plan->job->n, i = t.i - plan->first_task, past = i - plan->whole;
-    int strip = past < 0 ? i : plan->whole + past / 2;
-    int half = past < 0 ? -1 : past % 2;   // of the strip; -1: all of it
-    int64_t r = strip * plan->task_rows, end = smaller(r + plan->task_rows, w->rows);
+    int n = plan->job->n, i = t.i - plan->first_task, parts = i < plan->whole ? 1 : 2;
+    int half = smaller(2 * i, plan->whole + i);   // the task's first half of a strip
     if (n <= FEW) {
-        int64_t middle = smaller(r + plan->task_rows / 2, end);
-        if (half == 1) r = middle;
-        if (half == 0) end = middle;
+        int64_t r = half * (plan->task_rows / 2);
+        int64_t end = smaller(r + plan->task_rows / parts, w->rows);
         float scale = w->scale ? *w->scale : 1;
         formats[w->type].matvec(plan->job, plan->acts, r, end);
         for (int token = 0; token < n; token++) {
@@ -7345,9 +7325,11 @@ static void matmul_task(Task t) {
             for (int64_t k = r; k < end; k++) out[k] = out[k] * scale + (w->bias ? w->bias[k] : 0);
         }
     } else {
-        int middle = ceil_div(n, 2 * plan->tile->tokens) * plan->tile->tokens;   // of the tokens
+        int64_t r = half / 2 * plan->task_rows, end = smaller(r + plan->task_rows, w->rows);
+        int tokens = ceil_div(n, parts * plan->tile->tokens) * plan->tile->tokens;
+        int first = half % 2 * tokens, last = smaller(first + tokens, n);
         char *panels = call->panels + t.thread * call->panel_bytes;
-        multiply_tiles(plan, r, end, half == 1 ? middle : 0, half == 0 ? middle : n, panels);
+        multiply_tiles(plan, r, end, first, last, panels);
     }
 }
 
@@ -7394,9 +7376,9 @@ static void plan_tasks(const Pool *p, JobPlan *plan, int k) {
         }
         plan->task_rows = larger(smaller(bytes / share / plan->row_bytes, most) / 32, 1) * 32;
         int strips = (plan->job->w->rows + plan->task_rows - 1) / plan->task_rows;
-        if (i < k - 1) divided = 0;
-        plan->whole = strips > divided ? strips - divided : 0;
-        plan[1].first_task = plan->first_task + 2 * strips - plan->whole;
+        divided = i < k - 1 ? 0 : smaller(divided, strips);
+        plan->whole = strips - divided;
+        plan[1].first_task = plan->first_task + strips + divided;
     }
 }
 
@@ -7688,8 +7670,7 @@ static void query_softmax(const Attention *a, const int32_t *pos, int head, floa
     for (int j = 0; j < BLOCK_KEYS; j++) s[j] *= a->scale;
     if (a->softcap > 0) soft_cap(s, BLOCK_KEYS, a->softcap);
     for (int j = 0; slope > 0 && j < BLOCK_KEYS; j++) s[j] -= slope * (float)abs(query - pos[j]);
-    for (int j = 0; j < BLOCK_KEYS; j++)
-        s[j] = attention_sees(a, query, pos[j]) ? s[j] : -INFINITY;
+    for (int j = 0; j < BLOCK_KEYS; j++) s[j] = attention_sees(a, query, pos[j]) ? s[j] : -INFINITY;
     UNROLL for (int j = 0; j < BLOCK_KEYS; j += LANES)
         most = j ? larger_of(most, load_f32(s + j)) : load_f32(s + j);
     UNROLL for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
@@ -7704,11 +7685,10 @@ static void query_softmax(const Attention *a, const int32_t *pos, int head, floa
 
 // out[heads][vectors * LANES] += weights s times a part of the values; all sums are in registers
 INLINE void query_columns(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
-                          int heads, int vectors, float s[][BLOCK_KEYS], float *out,
-                          size_t stride) {
+                          int heads, int vectors, float s[][BLOCK_KEYS], float *out, size_t step) {
     vf sum[4][8];
     UNROLL for (int h = 0; h < heads; h++)
-        UNROLL for (int i = 0; i < vectors; i++) sum[h][i] = load_f32(out + h * stride + i * LANES);
+        UNROLL for (int i = 0; i < vectors; i++) sum[h][i] = load_f32(out + h * step + i * LANES);
     for (int j = 0; j < keys; j++, v += a->v_step, next += a->v_step) {
         prefetch_l2(next, 2 * vectors * LANES);
         UNROLL for (int i = 0; i < vectors; i++) {
@@ -7717,21 +7697,21 @@ INLINE void query_columns(const Attention *a, const uint16_t *v, const uint16_t 
         }
     }
     UNROLL for (int h = 0; h < heads; h++)
-        UNROLL for (int i = 0; i < vectors; i++) store(out + h * stride + i * LANES, sum[h][i]);
+        UNROLL for (int i = 0; i < vectors; i++) store(out + h * step + i * LANES, sum[h][i]);
 }
 
 // out[heads][vd] += weights s times the values of `keys` rows
 INLINE void query_values(const Attention *a, const uint16_t *v, const uint16_t *next, int keys,
-                         int heads, float s[][BLOCK_KEYS], float *out, size_t stride) {
+                         int heads, float s[][BLOCK_KEYS], float *out, size_t step) {
     int e = 0, vectors = heads == 4 || LANES == 8 ? 4 : 8;   // as many as registers can hold
     for (; e + vectors * LANES <= a->vd; e += vectors * LANES)
-        query_columns(a, v + e, next + e, keys, heads, vectors, s, out + e, stride);
+        query_columns(a, v + e, next + e, keys, heads, vectors, s, out + e, step);
     for (; e + LANES <= a->vd; e += LANES)
-        query_columns(a, v + e, next + e, keys, heads, 1, s, out + e, stride);
+        query_columns(a, v + e, next + e, keys, heads, 1, s, out + e, step);
     for (int h = 0; h < heads && e < a->vd; h++)
         for (int j = 0; j < keys; j++)
             for (int i = e; i < a->vd; i++)
-                out[h * stride + i] += s[h][j] * quant_f16_to_f32(v[j * a->v_step + i]);
+                out[h * step + i] += s[h][j] * quant_f16_to_f32(v[j * a->v_step + i]);
 }
 
 // Adds block b of a KV head to the Partials of `heads` of a query's heads, from head g of those
@@ -7742,7 +7722,7 @@ INLINE void query_block(const FewCall *call, int query, int kv, int b, int g, in
     int r = block[b], keys = smaller(a->rows - r, BLOCK_KEYS);
     size_t head = query * a->n_head + kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
     size_t row = (size_t)kv * a->rows + r, next = row;   // next: is prefetched; row costs nothing
-    size_t stride = call->size * call->splits;
+    size_t step = call->size * call->splits;
     int32_t pos[BLOCK_KEYS];
     float s[4][BLOCK_KEYS];
     if (g == 0 && b + 1 < call->blocks[query]) next = row - r + block[b + 1];
@@ -7753,7 +7733,7 @@ INLINE void query_block(const FewCall *call, int query, int kv, int b, int g, in
     for (int i = 0; i < heads; i++)
         query_softmax(a, pos, head + i, s[i], partial_of(call, head + i, split));
     query_values(a, a->v + row * a->v_step, a->v + next * a->v_step, keys, heads, s,
-                 partial_of(call, head, split)->out, stride);
+                 partial_of(call, head, split)->out, step);
 }
 
 // joins a head's Partials, faded to the largest score, and divides values by the sum of weights
@@ -8245,14 +8225,13 @@ static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
 
 // sorts 128, which are nearly always enough, else eight times as many, and so on
 static void sort_share(Candidate *c, size_t n, double share) {
-    size_t k = 16, sorted;
     double sum;
-    do {
-        k *= 8;
-        sorted = k < n ? k : n;
+    for (size_t k = 128;; k *= 8) {
+        size_t sorted = smaller(k, n);
         sort_top(c, n, sorted);
         sum_until(c, sorted, share, &sum);
-    } while (sum < share && sorted < n);
+        if (sum >= share || sorted == n) return;
+    }
 }
 
 // ---- 40. guesses ----
