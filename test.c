@@ -548,11 +548,10 @@ static void put_parts(Writer *w, const char *parts, const char *prefix, const ch
 }
 
 static void put_keys(Writer *w, const char *arch, const char *keys) {
-    char *rest, *key = strtok_r(text_of("%s", keys), " ", &rest);
-    for (; key; key = strtok_r(NULL, " ", &rest)) {
+    EACH_WORD(key, keys, " ") {
         char *value = strchr(key, '='), *name = text_of("%s.%.*s", arch, (int)(value - key), key);
         int32_t each[24], n = 0;
-        if (strstr(text_of(" %s", rest), text_of(" %.*s=", (int)(value - key), key))) continue;
+        if (strstr(text_of(" %s", rest_), text_of(" %.*s=", (int)(value - key), key))) continue;
         for (char *c = value; n < 24 && (n == 0 || *c == ',');) each[n++] = strtol(c + 1, &c, 10);
         float x = atof(value + 1);
         if (n > 1) key_array(w, name, GGUF_I32, n, each, n * sizeof *each);
@@ -3243,16 +3242,14 @@ static void test_cli_refusals(void) {
 #define TENTHS "[0-9]+\\.[0-9]"
 // what is printed, to the letter
 static void test_cli_output(void) {
-#define ONCE "^1656 329 659 258 530\n$"
     static const struct { const char *command, *pattern; } good[] = {
         {"llm --version", "^llm [0-9.]+\n$"}, {"llm x.gguf --help", "^usage: llm MODEL"},
-        {"llm $S --tokenize 'Once upon a time'", ONCE},
-        {"llm --tokenize -p 'Once upon a time' -m $S", ONCE},
-        {"printf 'Once upon a time' | llm $S -f - --tokenize", ONCE},
-        {"printf 'Once upon a time\n' | llm $S -f - --tokenize", ONCE},
+        {"llm $S --tokenize 'Once upon a time' && llm --tokenize -p 'Once upon a time' -m $S && "
+         "for end in '' '\\n' '\\r\\n'; do printf \"Once upon a time$end\" | "   // a line's end
+         "llm $S -f - --tokenize || exit; done", "^(1656 329 659 258 530\n){5}$"},
         {"printf 'Once upon a time\n\n' | llm $S -f - --tokenize", "^1656 329 659 258 530 198\n$"},
-        {"printf 'Once upon a time\r\n' | llm $S -f - --tokenize", ONCE},
-        {"printf '\357\273\277Once upon a time' | llm $S -f - --tokenize", ONCE},   // a BOM
+        {"printf '\357\273\277Once upon a time' | llm $S -f - --tokenize",   // a BOM
+         "^1656 329 659 258 530\n$"},
         {"printf 'upon a time\n' | llm $S Once -f - -n 0", "^Once\nupon a time\n$"},
         {"llm $S --tokenize ''", "^\n$"}, {"llm golden/tok/spm.gguf --tokenize ''", "^1\n$"},
         {"llm golden/tok/spm.gguf --tokenize --special '<s>a'", "^1 [0-9]{2,}\n$"},
@@ -3910,6 +3907,12 @@ HIDDEN static inline void emu_ready(EmuGroup *g, uint32_t lanes) {
     g->ready = lanes;
 }
 
+HIDDEN static inline void emu_park(const char *op, int site) {   // until it is made ready again
+    EMU(emu.now).op = op;
+    EMU(emu.now).site = site;
+    emu_ready(&GROUP, GROUP.ready & ~(1u << LANE));
+}
+
 HIDDEN static inline void emu_release(EmuGroup *g) {   // have all live lanes come?
     if (!g->live || g->simd != g->live) return;
     g->active = g->simd;
@@ -3921,13 +3924,11 @@ HIDDEN static inline void emu_release(EmuGroup *g) {   // have all live lanes co
 // Waits until every live lane of this SIMD-group has come; returns which they are
 HIDDEN static uint32_t emu_simd(const char *op, int site) {
     EmuGroup *g = &GROUP;
-    EMU(emu.now).op = op;
-    EMU(emu.now).site = site;
     if (!g->simd) g->site = site;
     if (site != g->site)
         emu_fail("divergence: %s line %d, other lanes line %d", op, LINE(site), LINE(g->site));
     g->simd |= 1u << LANE;
-    emu_ready(g, g->ready & ~(1u << LANE));
+    emu_park(op, site);
     emu_release(g);
     emu_switch();
     return g->active;
@@ -4005,9 +4006,6 @@ HIDDEN static void emu_simd_barrier(int site) {
 }
 
 HIDDEN static void emu_barrier(int site) {
-    EmuThread *t = &EMU(emu.now);
-    t->op = "threadgroup_barrier";
-    t->site = site;
     if (emu.alive != emu.threads)
         emu_fail("threadgroup_barrier line %d: %d threads have left the kernel", LINE(site),
                  emu.threads - emu.alive);
@@ -4016,7 +4014,7 @@ HIDDEN static void emu_barrier(int site) {
                  LINE(emu.bar_site));
     TSAN(__tsan_release(&emu.order_tg);)
     emu.bar_site = site;
-    emu_ready(&GROUP, GROUP.ready & ~(1u << LANE));
+    emu_park("threadgroup_barrier", site);
     if (++emu.waiting == emu.threads) {
         emu.waiting = 0;
         for (EmuGroup *g = emu.group; g < emu.group + emu.groups; g++) emu_ready(g, g->live);
@@ -4038,12 +4036,9 @@ HIDDEN static void mbarrier_arrive(mbarrier *b) {
         emu_ready(g, g->ready | g->polls);
 }
 HIDDEN static void emu_wait(mbarrier *b, int parity, int site) {
-    EmuThread *t = &EMU(emu.now);
-    t->op = "mbarrier_wait";
-    t->site = site;
     while ((b->phase & 1) == (uint32_t)parity) {
         GROUP.polls |= 1u << LANE;
-        emu_ready(&GROUP, GROUP.ready & ~(1u << LANE));
+        emu_park("mbarrier_wait", site);
         emu_switch();
     }
     TSAN(__tsan_acquire(b);)
@@ -4373,9 +4368,7 @@ M(MTLDevice, size_t, max_length) { return soft.longest ? soft.longest : (size_t)
 M(MTLComputeCommandEncoder, void, set_pipeline, id pipeline) { SELF->now.pipeline = pipeline; }
 M(NSObject, void, end_encoding) { SELF->a->status = 1; }
 M(MTLCommandBuffer, size_t, status) { return SELF->status; }
-M(MTLCommandBuffer, id, error) {
-    return soft_string(&NSError, SELF->p ? SELF->p : "it\ndid not run");
-}
+M(MTLCommandBuffer, id, error) { return soft_string(&NSError, SELF->p ?: "it\ndid not run"); }
 M(MTLCommandQueue, id, commands) { return soft_autorelease(soft_child(&MTLCommandBuffer, self)); }
 M(MTLCommandBuffer, id, encoder) {
     return soft_autorelease(soft_child(&MTLComputeCommandEncoder, self));
@@ -5180,6 +5173,8 @@ static void lab_experts(Gpu *g, int type, int n) {
         memcpy(in, lab_rounded(in, NULL, n, dim), n * dim * sizeof *in);
     Norm weights = lab_norm(g, dim, 0);
     Layer floats;
+#define EXPERTS(w) {&w.gate, &w.up, &w.down, &w.shared_gate, &w.shared_up, &w.shared_down}
+    Matrix *const as_stored[] = EXPERTS(x.w), *const as_floats[] = EXPERTS(floats);
     float *route = (float *)router.m.data;
     memcpy(route + 4 * dim, route + 2 * dim, 4 * dim);
     for (int e = 1; e < 40 && E == 40; e++) memcpy(route + e * dim, route, 4 * dim);
@@ -5196,10 +5191,7 @@ static void lab_experts(Gpu *g, int type, int n) {
         if ((type % 3 == 1) == (i > 2) && !w[i].m.bias) w[i].m.bias = lab_floats(g, many * ff, 1);
         if (chunk) round_floats(w[i].f, (size_t)w[i].m.rows * dim);
         for (int k = 0; k < 2; k++) {
-            Layer *to = k ? &floats : &x.w;
-            Matrix *all[] = {&to->gate, &to->up, &to->down, &to->shared_gate, &to->shared_up,
-                             &to->shared_down};
-            Matrix *m = all[i];
+            Matrix *m = (k ? as_floats : as_stored)[i];
             *m = w[i].m;
             if (k) m->type = QUANT_F32, m->data = (uint8_t *)w[i].f;
             m->step = (i < 2 ? both : 1) * ff * quant_row_bytes(m->type, dim);
