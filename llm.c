@@ -4748,14 +4748,12 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, int m
 
 // Lists the lengths of the strings, for vocabularies in which any part of a text may be a token.
 static bool dictionary_lengths(Dictionary *d, Error *e) {
-    d->length = malloc(d->n * sizeof *d->length);
-    uint8_t *any = d->length ? calloc(d->longest + 1, 1) : NULL;
-    if (!any) return fail(e, "out of memory");
-    for (uint32_t i = 0; i < d->n; i++) any[d->str[i].n] = true;
     uint64_t power = HASH_BASE;
-    for (size_t n = 1; n <= d->longest; n++, power *= HASH_BASE)
-        if (any[n]) d->length[d->n_lengths++] = (Length){n, power};
-    free(any);
+    d->length = calloc(d->longest + 1, sizeof *d->length);
+    if (!d->length) return fail(e, "out of memory");
+    for (uint32_t i = 0; i < d->n; i++) d->length[d->str[i].n].n = d->str[i].n;
+    for (size_t n = 1; n <= d->longest; n++, power *= HASH_BASE)   // those found move to the front
+        if (d->length[n].n) d->length[d->n_lengths++] = (Length){n, power};
     return true;
 }
 
@@ -4851,8 +4849,7 @@ static bool special_keys(Tokenizer *t, const Gguf *g, Error *e) {
                       ((spm || unigram) && gguf_int(g, "tokenizer.ggml.add_space_prefix", spm));
     t->lower_case = gguf_int(g, "tokenizer.ggml.normalizer.lowercase", true);
     t->strip_accents = gguf_int(g, "tokenizer.ggml.normalizer.strip_accents", t->lower_case);
-    int32_t last = wpm ? t->sep : t->eos;
-    if ((t->add_bos && t->bos < 0) || (t->add_eos && last < 0))
+    if ((t->add_bos && t->bos < 0) || (t->add_eos && (wpm ? t->sep : t->eos) < 0))
         return fail(e, "text is to begin or end with a token, but tokenizer.ggml lacks its id");
     return true;
 }
