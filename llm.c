@@ -5139,13 +5139,11 @@ static double number(Value v) { return v.kind == V_FLOAT ? v.f : v.i; }
 
 // An empty, zero, none or undefined value is false. A generator is true, even an empty one.
 static bool truth(Value v) {
-    switch (v.kind) {
-    case V_BOOL: case V_INT: case V_FLOAT: return number(v) != 0;
-    case V_STRING: return v.s.n > 0;
-    case V_LIST: return v.list.n > 0;
-    case V_DICT: return v.dict->pairs.n > 0;
-    default: return v.kind > V_NONE;
-    }
+    if (is_number(v)) return number(v) != 0;
+    if (v.kind == V_STRING) return v.s.n > 0;
+    if (v.kind == V_LIST) return v.list.n > 0;
+    if (v.kind == V_DICT) return v.dict->pairs.n > 0;
+    return v.kind > V_NONE;
 }
 
 static Value must_be(Template *t, Value v, int kind) {   // or it stops
@@ -5270,15 +5268,14 @@ static void write_float(double f, char *s, size_t size) {   // in the fewest dig
 static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent);
 static Str to_text(Template *t, Value v) {   // as Python's str writes v
     char s[32];
-    switch (v.kind) {
-    case V_STRING: return v.s;
-    case V_UNDEFINED: return NOTHING;
-    case V_NONE: return str("None");
-    case V_BOOL: return str(v.i ? "True" : "False");
-    case V_FLOAT: write_float(v.f, s, sizeof s); break;
-    case V_LIST: case V_DICT: return written(t, NOTHING, v, false, NOTHING, NOTHING);
-    default: snprintf(s, sizeof s, "%lld", (long long)must_be(t, v, V_INT).i);
-    }
+    if (v.kind == V_STRING) return v.s;
+    if (v.kind == V_UNDEFINED) return NOTHING;
+    if (v.kind == V_NONE) return str("None");
+    if (v.kind == V_BOOL) return str(v.i ? "True" : "False");
+    if (v.kind == V_LIST || v.kind == V_DICT)
+        return written(t, NOTHING, v, false, NOTHING, NOTHING);
+    if (v.kind == V_FLOAT) write_float(v.f, s, sizeof s);
+    else snprintf(s, sizeof s, "%lld", (long long)must_be(t, v, V_INT).i);
     return concat(t, NOTHING, str(s));
 }
 
@@ -5352,16 +5349,14 @@ static Value operate(Template *t, Str op, Value a, Value b) {
     }
     if (o == '*' && a.kind == V_STRING && is_int(b)) return string_value(repeat(t, a.s, b.i));
     if (!is_number(a) || !is_number(b) || str_eq(op, "**")) stop_types(t, op, a, b);
-    double x = number(a), y = number(b), left = fmod(x, y), z;
+    double x = number(a), y = number(b), left = fmod(x, y);
     if (!y && strchr("/%", o)) stop(t, "division by zero");
     if (left && (left < 0) != (y < 0)) left += y;   // it has the sign of y
-    switch (o) {
-    case '+': z = x + y; break;
-    case '-': z = x - y; break;
-    case '*': z = x * y; break;
-    case '%': z = left; break;
-    default: z = op.n == 2 ? (x - left) / y + 0.0 : x / y;   // no -0.0 in x // y
-    }
+    double z = op.n == 2 ? (x - left) / y + 0.0 : x / y;   // no -0.0 in x // y
+    if (o == '+') z = x + y;
+    if (o == '-') z = x - y;
+    if (o == '*') z = x * y;
+    if (o == '%') z = left;
     if (!(fabs(z) < 9e15)) stop(t, "a number is too large");
     return is_int(a) && is_int(b) && !str_eq(op, "/") ? int_value((int64_t)z) : float_value(z);
 }
@@ -5632,11 +5627,10 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     X(arg, "(`**` | `*`)? value ('=' value)?")  X(filter, "name args?") \
     X(block, "(text | print | '{%' (statement | wrong)?)*") X(print, "'{{' (tuple '}}' | wrong)") \
     X(statement, "if | for | set | macro | call | pipe | raw | generation | break | continue") \
-    X(if, "'if' (value '%}' | wrong) block (elif | else)? 'endif' '%}'") \
+    X(if, "'if' (value '%}' | wrong) block (elif | else)? 'endif' '%}'") X(cond, "'if' value") \
     X(elif, "'elif' (value '%}' | wrong) block (elif | else)?")     X(else, "'else' '%}' block") \
     X(for, "'for' (targets 'in' or cond? '%}' | wrong) block else? 'endfor' '%}'") \
-    X(targets, "target (',' target)*")      X(cond, "'if' value") \
-    X(target, "'(' targets ')' | name ('.' name)?") \
+    X(targets, "target (',' target)*") X(target, "'(' targets ')' | name ('.' name)?") \
     X(set, "'set' targets ('=' (tuple '%}' | wrong) | ('%}' | wrong) block 'endset' '%}')") \
     X(macro, "'macro' name (params '%}' | wrong) block 'endmacro' '%}'") \
     X(call, "'call' (params name args '%}' | wrong) block 'endcall' '%}'") \
