@@ -7138,7 +7138,6 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
     Int8Panel *p = panel;
     int bias = f->offsets ? 0 : CODE_BIAS;
     if (f->pairs_top) bias = f->bias;
-    bool folds = !PAIRS && f->per16 && f->offsets;
     for (int i = 0; i < depth; i += 256) {
         uint64_t q[TILE][32];
         float d[TILE][16], m[TILE][16];
@@ -7149,7 +7148,7 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
             quant_decode(w->type, weights, w->cols - k - i, codes, d[j], m[j]);
             for (int c = 0; c < 256; c++) codes[c] += bias;
             if (f->pairs_top && bias) for (int c = 0; c < 16; c++) m[j][c] = d[j][c] * -bias;
-            if (!folds) continue;
+            if (PAIRS || !f->per16 || !f->offsets) continue;   // not folded
             const block_q2_K *b = (const void *)weights;
             for (int c = 0; c < 32; c++) q[j][c] *= b->scales[c % 8 * 2 + c / 16] & 15;
             for (int c = 0; c < 16; c++) d[j][c] = quant_half(b->d);
@@ -7713,7 +7712,6 @@ INLINE void query_block(const FewCall *call, int query, int kv, int b, int g, in
     int r = block[b], keys = smaller(a->rows - r, BLOCK_KEYS);
     size_t head = query * a->n_head + kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
     size_t row = (size_t)kv * a->rows + r, next = row;   // next: is prefetched; row costs nothing
-    size_t step = call->size * call->splits;
     int32_t pos[BLOCK_KEYS];
     float s[4][BLOCK_KEYS];
     if (g == 0 && b + 1 < call->blocks[query]) next = row - r + block[b + 1];
@@ -7724,7 +7722,7 @@ INLINE void query_block(const FewCall *call, int query, int kv, int b, int g, in
     for (int i = 0; i < heads; i++)
         query_softmax(a, pos, head + i, s[i], partial_of(call, head + i, split));
     query_values(a, a->v + row * a->v_step, a->v + next * a->v_step, keys, heads, s,
-                 partial_of(call, head, split)->out, step);
+                 partial_of(call, head, split)->out, call->size * call->splits);
 }
 
 // joins a head's Partials, faded to the largest score, and divides values by the sum of weights
@@ -8218,7 +8216,7 @@ static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
 static void sort_share(Candidate *c, size_t n, double share) {
     double sum;
     for (size_t k = 128;; k *= 8) {
-        size_t sorted = smaller(k, n);
+        size_t sorted = k < n ? k : n;
         sort_top(c, n, sorted);
         sum_until(c, sorted, share, &sum);
         if (sum >= share || sorted == n) return;
