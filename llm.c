@@ -4248,8 +4248,7 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
     }
     bool none = *rule == '[' && rule[1] == '^';   // it matches none of the set
     uint64_t set = *rule == '[' ? 0 : CLASS(*rule);
-    if (!set)
-        for (rule += none ? 2 : 1; *rule != ']'; rule++) set |= CLASS(*rule);
+    if (!set) for (rule += none ? 2 : 1; *rule != ']'; rule++) set |= CLASS(*rule);
     rule++;
     char times = *rule && strchr("?*+3=", *rule) ? *rule++ : 0;
     ptrdiff_t least = times == '?' || times == '*' ? 0 : 1, most = 1, n = 0;
