@@ -5250,8 +5250,7 @@ static Value member(Template *t, Value v, Value key) {
     if (v.kind == V_LOOP) must_be(t, undefined_value(must_be(t, key, V_STRING).s), V_INT);
     if (is_int(key) && (v.kind == V_LIST || v.kind == V_STRING)) {
         int64_t n = length(t, v), i = key.i < 0 ? key.i + n : key.i;
-        if (i >= 0 && i < n && v.kind == V_LIST) return v.list.v[i];
-        if (i >= 0 && i < n) return slice(t, v, int_value(i), int_value(i + 1));
+        if (i >= 0 && i < n) return *items_of(t, slice(t, v, int_value(i), int_value(i + 1))).v;
     }
     return undefined_value(key.kind == V_STRING ? key.s : str("an element"));
 }
@@ -6165,8 +6164,7 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 // meet all tokens. Weights of block formats meet activations rounded to int8, because one
 // instruction multiplies up to 64 bytes, and float weights meet floats. (In prefill AMX takes sums
 // of bf16 for both, and a CPU without dot_bytes floats.) The number of threads never changes a sum.
-//
-// Out go functions behind Part I's prototypes, above all matmul and attention.
+// Other parts call this one through Part I's prototypes, above all matmul and attention.
 //
 //   26 the machine     CPUs, clock, terminal, prefetching; sums, e^x and soft caps of rows
 //   27 threads         the pool; with LLM_PLAIN, Part I's plain loops in place of sections 28 to 37
