@@ -4248,8 +4248,7 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
     }
     bool none = *rule == '[' && rule[1] == '^';   // it matches none of the set
     uint64_t set = *rule == '[' ? 0 : CLASS(*rule);
-    if (!set)
-        for (rule += none ? 2 : 1; *rule != ']'; rule++) set |= CLASS(*rule);
+    if (!set) for (rule += none ? 2 : 1; *rule != ']'; rule++) set |= CLASS(*rule);
     rule++;
     char times = *rule && strchr("?*+3=", *rule) ? *rule++ : 0;
     ptrdiff_t least = times == '?' || times == '*' ? 0 : 1, most = 1, n = 0;
@@ -4748,14 +4747,12 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, int m
 
 // Lists the lengths of the strings, for vocabularies in which any part of a text may be a token.
 static bool dictionary_lengths(Dictionary *d, Error *e) {
-    d->length = malloc(d->n * sizeof *d->length);
-    uint8_t *any = d->length ? calloc(d->longest + 1, 1) : NULL;
-    if (!any) return fail(e, "out of memory");
-    for (uint32_t i = 0; i < d->n; i++) any[d->str[i].n] = true;
     uint64_t power = HASH_BASE;
-    for (size_t n = 1; n <= d->longest; n++, power *= HASH_BASE)
-        if (any[n]) d->length[d->n_lengths++] = (Length){n, power};
-    free(any);
+    d->length = calloc(d->longest + 1, sizeof *d->length);
+    if (!d->length) return fail(e, "out of memory");
+    for (uint32_t i = 0; i < d->n; i++) d->length[d->str[i].n].n = d->str[i].n;
+    for (size_t n = 1; n <= d->longest; n++, power *= HASH_BASE)   // those found move to the front
+        if (d->length[n].n) d->length[d->n_lengths++] = (Length){n, power};
     return true;
 }
 
@@ -4851,8 +4848,7 @@ static bool special_keys(Tokenizer *t, const Gguf *g, Error *e) {
                       ((spm || unigram) && gguf_int(g, "tokenizer.ggml.add_space_prefix", spm));
     t->lower_case = gguf_int(g, "tokenizer.ggml.normalizer.lowercase", true);
     t->strip_accents = gguf_int(g, "tokenizer.ggml.normalizer.strip_accents", t->lower_case);
-    int32_t last = wpm ? t->sep : t->eos;
-    if ((t->add_bos && t->bos < 0) || (t->add_eos && last < 0))
+    if ((t->add_bos && t->bos < 0) || (t->add_eos && (wpm ? t->sep : t->eos) < 0))
         return fail(e, "text is to begin or end with a token, but tokenizer.ggml lacks its id");
     return true;
 }
@@ -5142,13 +5138,11 @@ static double number(Value v) { return v.kind == V_FLOAT ? v.f : v.i; }
 
 // An empty, zero, none or undefined value is false. A generator is true, even an empty one.
 static bool truth(Value v) {
-    switch (v.kind) {
-    case V_BOOL: case V_INT: case V_FLOAT: return number(v) != 0;
-    case V_STRING: return v.s.n > 0;
-    case V_LIST: return v.list.n > 0;
-    case V_DICT: return v.dict->pairs.n > 0;
-    default: return v.kind > V_NONE;
-    }
+    if (is_number(v)) return number(v) != 0;
+    if (v.kind == V_STRING) return v.s.n > 0;
+    if (v.kind == V_LIST) return v.list.n > 0;
+    if (v.kind == V_DICT) return v.dict->pairs.n > 0;
+    return v.kind > V_NONE;
 }
 
 static Value must_be(Template *t, Value v, int kind) {   // or it stops
@@ -5256,8 +5250,7 @@ static Value member(Template *t, Value v, Value key) {
     if (v.kind == V_LOOP) must_be(t, undefined_value(must_be(t, key, V_STRING).s), V_INT);
     if (is_int(key) && (v.kind == V_LIST || v.kind == V_STRING)) {
         int64_t n = length(t, v), i = key.i < 0 ? key.i + n : key.i;
-        if (i >= 0 && i < n && v.kind == V_LIST) return v.list.v[i];
-        if (i >= 0 && i < n) return slice(t, v, int_value(i), int_value(i + 1));
+        if (i >= 0 && i < n) return *items_of(t, slice(t, v, int_value(i), int_value(i + 1))).v;
     }
     return undefined_value(key.kind == V_STRING ? key.s : str("an element"));
 }
@@ -5273,15 +5266,14 @@ static void write_float(double f, char *s, size_t size) {   // in the fewest dig
 static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent);
 static Str to_text(Template *t, Value v) {   // as Python's str writes v
     char s[32];
-    switch (v.kind) {
-    case V_STRING: return v.s;
-    case V_UNDEFINED: return NOTHING;
-    case V_NONE: return str("None");
-    case V_BOOL: return str(v.i ? "True" : "False");
-    case V_FLOAT: write_float(v.f, s, sizeof s); break;
-    case V_LIST: case V_DICT: return written(t, NOTHING, v, false, NOTHING, NOTHING);
-    default: snprintf(s, sizeof s, "%lld", (long long)must_be(t, v, V_INT).i);
-    }
+    if (v.kind == V_STRING) return v.s;
+    if (v.kind == V_UNDEFINED) return NOTHING;
+    if (v.kind == V_NONE) return str("None");
+    if (v.kind == V_BOOL) return str(v.i ? "True" : "False");
+    if (v.kind == V_LIST || v.kind == V_DICT)
+        return written(t, NOTHING, v, false, NOTHING, NOTHING);
+    if (v.kind == V_FLOAT) write_float(v.f, s, sizeof s);
+    else snprintf(s, sizeof s, "%lld", (long long)must_be(t, v, V_INT).i);
     return concat(t, NOTHING, str(s));
 }
 
@@ -5355,16 +5347,14 @@ static Value operate(Template *t, Str op, Value a, Value b) {
     }
     if (o == '*' && a.kind == V_STRING && is_int(b)) return string_value(repeat(t, a.s, b.i));
     if (!is_number(a) || !is_number(b) || str_eq(op, "**")) stop_types(t, op, a, b);
-    double x = number(a), y = number(b), left = fmod(x, y), z;
+    double x = number(a), y = number(b), left = fmod(x, y);
     if (!y && strchr("/%", o)) stop(t, "division by zero");
     if (left && (left < 0) != (y < 0)) left += y;   // it has the sign of y
-    switch (o) {
-    case '+': z = x + y; break;
-    case '-': z = x - y; break;
-    case '*': z = x * y; break;
-    case '%': z = left; break;
-    default: z = op.n == 2 ? (x - left) / y + 0.0 : x / y;   // no -0.0 in x // y
-    }
+    double z = op.n == 2 ? (x - left) / y + 0.0 : x / y;   // no -0.0 in x // y
+    if (o == '+') z = x + y;
+    if (o == '-') z = x - y;
+    if (o == '*') z = x * y;
+    if (o == '%') z = left;
     if (!(fabs(z) < 9e15)) stop(t, "a number is too large");
     return is_int(a) && is_int(b) && !str_eq(op, "/") ? int_value((int64_t)z) : float_value(z);
 }
@@ -5635,11 +5625,10 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     X(arg, "(`**` | `*`)? value ('=' value)?")  X(filter, "name args?") \
     X(block, "(text | print | '{%' (statement | wrong)?)*") X(print, "'{{' (tuple '}}' | wrong)") \
     X(statement, "if | for | set | macro | call | pipe | raw | generation | break | continue") \
-    X(if, "'if' (value '%}' | wrong) block (elif | else)? 'endif' '%}'") \
+    X(if, "'if' (value '%}' | wrong) block (elif | else)? 'endif' '%}'") X(cond, "'if' value") \
     X(elif, "'elif' (value '%}' | wrong) block (elif | else)?")     X(else, "'else' '%}' block") \
     X(for, "'for' (targets 'in' or cond? '%}' | wrong) block else? 'endfor' '%}'") \
-    X(targets, "target (',' target)*")      X(cond, "'if' value") \
-    X(target, "'(' targets ')' | name ('.' name)?") \
+    X(targets, "target (',' target)*") X(target, "'(' targets ')' | name ('.' name)?") \
     X(set, "'set' targets ('=' (tuple '%}' | wrong) | ('%}' | wrong) block 'endset' '%}')") \
     X(macro, "'macro' name (params '%}' | wrong) block 'endmacro' '%}'") \
     X(call, "'call' (params name args '%}' | wrong) block 'endcall' '%}'") \
@@ -6175,8 +6164,7 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 // meet all tokens. Weights of block formats meet activations rounded to int8, because one
 // instruction multiplies up to 64 bytes, and float weights meet floats. (In prefill AMX takes sums
 // of bf16 for both, and a CPU without dot_bytes floats.) The number of threads never changes a sum.
-//
-// Out go functions behind Part I's prototypes, above all matmul and attention.
+// Other parts call this one through Part I's prototypes, above all matmul and attention.
 //
 //   26 the machine     CPUs, clock, terminal, prefetching; sums, e^x and soft caps of rows
 //   27 threads         the pool; with LLM_PLAIN, Part I's plain loops in place of sections 28 to 37
@@ -7147,7 +7135,6 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
     Int8Panel *p = panel;
     int bias = f->offsets ? 0 : CODE_BIAS;
     if (f->pairs_top) bias = f->bias;
-    bool folds = !PAIRS && f->per16 && f->offsets;
     for (int i = 0; i < depth; i += 256) {
         uint64_t q[TILE][32];
         float d[TILE][16], m[TILE][16];
@@ -7158,7 +7145,7 @@ static void int8_decode(const Matrix *w, int64_t r, int64_t k, int depth, void *
             quant_decode(w->type, weights, w->cols - k - i, codes, d[j], m[j]);
             for (int c = 0; c < 256; c++) codes[c] += bias;
             if (f->pairs_top && bias) for (int c = 0; c < 16; c++) m[j][c] = d[j][c] * -bias;
-            if (!folds) continue;
+            if (PAIRS || !f->per16 || !f->offsets) continue;   // not folded
             const block_q2_K *b = (const void *)weights;
             for (int c = 0; c < 32; c++) q[j][c] *= b->scales[c % 8 * 2 + c / 16] & 15;
             for (int c = 0; c < 16; c++) d[j][c] = quant_half(b->d);
@@ -7722,7 +7709,6 @@ INLINE void query_block(const FewCall *call, int query, int kv, int b, int g, in
     int r = block[b], keys = smaller(a->rows - r, BLOCK_KEYS);
     size_t head = query * a->n_head + kv * (a->n_head / a->n_kv) + g, split = b / SPLIT_BLOCKS;
     size_t row = (size_t)kv * a->rows + r, next = row;   // next: is prefetched; row costs nothing
-    size_t step = call->size * call->splits;
     int32_t pos[BLOCK_KEYS];
     float s[4][BLOCK_KEYS];
     if (g == 0 && b + 1 < call->blocks[query]) next = row - r + block[b + 1];
@@ -7733,7 +7719,7 @@ INLINE void query_block(const FewCall *call, int query, int kv, int b, int g, in
     for (int i = 0; i < heads; i++)
         query_softmax(a, pos, head + i, s[i], partial_of(call, head + i, split));
     query_values(a, a->v + row * a->v_step, a->v + next * a->v_step, keys, heads, s,
-                 partial_of(call, head, split)->out, step);
+                 partial_of(call, head, split)->out, call->size * call->splits);
 }
 
 // joins a head's Partials, faded to the largest score, and divides values by the sum of weights
@@ -8227,7 +8213,7 @@ static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
 static void sort_share(Candidate *c, size_t n, double share) {
     double sum;
     for (size_t k = 128;; k *= 8) {
-        size_t sorted = smaller(k, n);
+        size_t sorted = k < n ? k : n;
         sort_top(c, n, sorted);
         sum_until(c, sorted, share, &sum);
         if (sum >= share || sorted == n) return;
