@@ -2050,8 +2050,9 @@ static float *scaled(Loader *ld, const float *x, int n, float by) {
     return v;
 }
 
-// Returns a [rows][cols] matrix with its bias, or n of them; rows 0: however many the file has.
-static Matrix load_unscaled(Loader *ld, const char *name, int cols, int rows, int n) {
+// Returns a [rows][cols] matrix, or n of them, with bias and, if the file has one (NVFP4), a factor
+// of the product. rows 0: however many the file has.
+static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int n) {
     Tensor *t = find_tensor(ld, name, ".weight");
     if (!t) return (Matrix){0};
     t->used = true;
@@ -2061,15 +2062,11 @@ static Matrix load_unscaled(Loader *ld, const char *name, int cols, int rows, in
         refuse(ld, "tensor %.*s: want [%d,%d,%d,1], file has [%d,%d,%d,%d]",
                STR_ARG(t->name), cols, rows, n, ne[0], ne[1], ne[2], ne[3]);
     if (!ld->ok) return (Matrix){0};
-    return (Matrix){.data = t->data, .type = t->type, .rows = rows, .cols = cols,
-                    .bias = load_vector(ld, less_mark(name), ".bias", (uint64_t)rows * n),
-                    .step = rows * quant_row_bytes(t->type, cols)};
-}
-
-// Returns the same, with the factor of its product if the file has one (NVFP4).
-static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int n) {
-    Matrix w = load_unscaled(ld, name, cols, rows, n);
-    if (w.data) w.scale = load_vector(ld, less_mark(name), ".scale", n);
+    Matrix w = {.data = t->data, .type = t->type, .rows = rows, .cols = cols};
+    w.step = rows * quant_row_bytes(t->type, cols);
+    w.bias = load_vector(ld, less_mark(name), ".bias", (uint64_t)rows * n);
+    bool router = !strcmp(name, "!ffn_gate_inp");   // its .scale is of its input, see load_experts
+    if (!router) w.scale = load_vector(ld, less_mark(name), ".scale", n);
     return w;
 }
 
@@ -2937,7 +2934,7 @@ static void load_experts(Loader *ld, Layer *w) {
     if (w->n_used < 1 || w->n_used > n / c->n_group * c->n_group_used)
         refuse(ld, "a token uses %d of %d experts", w->n_used, n);
     c->n_used = larger(c->n_used, w->n_used);
-    w->router = load_unscaled(ld, "!ffn_gate_inp", c->dim, n, 1);   // its .scale is of its input
+    w->router = load_matrix(ld, "!ffn_gate_inp", c->dim, n, 1);
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
     w->squeeze = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
     bool squeezed = w->squeeze.data, gated = c->act != ACT_RELU2;
