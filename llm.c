@@ -2117,18 +2117,14 @@ static void load_attention(Loader *ld, Layer *w) {
     const Tensor *fused = find_tensor(ld, "attn_qkv", ".weight");
     const Tensor *first = fused ? fused : find_tensor(ld, "attn_q", ".weight");
     int q = w->n_head * w->hd, k = w->n_kv * w->hd, v = w->n_kv * w->vd;
-    // Gemma 4: layers without attn_v use their keys, before the norm, as values
-    bool v_is_k = c->values_normed && !find_tensor(ld, "attn_v", ".weight");
-    const char *k_name = "!attn_k", *v_name = v_is_k ? k_name : "!attn_v";
     if (!w->n_head || !w->n_kv || w->n_head % w->n_kv || w->hd < 1 || w->vd < 1)
         refuse(ld, "layer %d: %d heads of %d and %d values cannot share %d KV heads", ld->l,
                w->n_head, w->hd, w->vd, w->n_kv);
     if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
-    bool borrows = load_source(ld, w);
-    if (borrows && !fused) {   // a file may still hold keys and values, which nobody reads
-        k_name = less_mark(k_name);
-        v_name = less_mark(v_name);
-    }
+    bool borrows = load_source(ld, w);   // a file may still hold k and v, which nobody reads
+    const char *k_name = borrows ? "attn_k" : "!attn_k", *v_name = borrows ? "attn_v" : "!attn_v";
+    // Gemma 4: layers without attn_v use their keys, before the norm, as values
+    if (c->values_normed && !find_tensor(ld, "attn_v", ".weight")) v_name = k_name;
     // only q's size tells that a model has gates: a head's rows are its query, then its gate
     if (!(ld->arch->flags & GATE) && first && w->hd == w->vd &&
         first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;
