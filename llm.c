@@ -1995,8 +1995,8 @@ static Tensor *find_tensor(Loader *ld, const char *name, const char *suffix) {
 
 static const char *less_mark(const char *name) { return name + (*name == '!'); }
 
-static void require(Loader *ld, const void *data, const char *name, const char *suffix) {
-    if (!data) refuse(ld, "tensor %s%s%s is missing", ld->prefix, name, suffix);
+static void require(Loader *ld, const void *data, const char *name) {
+    if (!data) refuse(ld, "tensor %s%s.weight is missing", ld->prefix, name);
 }
 
 // Returns memory that lives as long as the model: whole pages, so that a GPU can share them.
@@ -2106,8 +2106,7 @@ static void load_qk_norms(Loader *ld, Layer *w) {
     bool maverick = ld->m->config.n_expert == 128;   // the larger Llama 4 has none
     if (ld->arch->flags & QK_NORM_BARE && w->rotated && !maverick && !q->w)
         *q = *k = (Norm){.w = scaled(ld, NULL, w->hd, 1), .n = w->hd, .group = w->hd};
-    if (w->k.data && !q->w != !k->w)
-        require(ld, NULL, q->w ? "attn_k_norm" : "attn_q_norm", ".weight");
+    if (w->k.data && !q->w != !k->w) require(ld, NULL, q->w ? "attn_k_norm" : "attn_q_norm");
     w->heads_alone = (!q->w || q->n == w->hd) && (!k->w || k->n == w->hd);
 }
 
@@ -2154,7 +2153,7 @@ static int load_ffn(Loader *ld, const FfnNames *name, int cols, int ff, int n, M
     else *w[1] = load_matrix(ld, name->up, cols, ff, n);
     bool gated = c->act != ACT_RELU2 && (c->act != ACT_GELU || c->norm == NORM_RMS);
     bool alone = c->act == ACT_XIELU;   // up has no gate
-    if (gated && !alone) require(ld, w[0]->data, name->gate, ".weight");
+    if (gated && !alone) require(ld, w[0]->data, name->gate);
     if (alone && (w[0]->data || n > 1)) refuse(ld, "layer %d: xIELU with gates, or experts", ld->l);
     *w[2] = load_matrix(ld, name->down, ff, cols, n);
     return ff;
@@ -2197,8 +2196,7 @@ static void load_norms(Loader *ld, Layer *w) {
     if (!w->n_head && !w->attn_norm.w) w->attn_norm = w->ffn_norm;   // an FFN alone (Deci)
     bool bare = c->norm == NORM_BARE, no_ffn_norm = !w->ffn_norm.w && !w->ffn_post_norm.w;
     bool normed = ld->l == 0 && ld->m->embd_norm.w;   // already, by the norm of the embeddings
-    if (!bare && !normed && !w->attn_post_norm.w)
-        require(ld, w->attn_norm.w, "attn_norm", ".weight");
+    if (!bare && !normed && !w->attn_post_norm.w) require(ld, w->attn_norm.w, "attn_norm");
     w->side_by_side = attn_norm_2.w || ld->hints.side_by_side || (no_ffn_norm && !bare);
 }
 
@@ -2267,7 +2265,7 @@ static void load_layer(Loader *ld, Layer *w) {
     }
     w->side_by_side = w->side_by_side && mixes && feeds;
     if (w->side_by_side && !w->ffn_norm.w && !(a->flags & MAY_BE_PARALLEL))
-        require(ld, NULL, "ffn_norm", ".weight");
+        require(ld, NULL, "ffn_norm");
     if (c->per_layer) load_inputs(ld, w);
 }
 
@@ -2520,7 +2518,7 @@ static bool weights_load(Model *m, Error *e) {
     m->freqs_long = load_vector(&ld, "rope_factors_long", ".weight", n_freqs);
     m->freqs_short = load_vector(&ld, "rope_factors_short", ".weight", n_freqs);
     if (!m->freqs_long != !m->freqs_short)
-        require(&ld, NULL, m->freqs_long ? "rope_factors_short" : "rope_factors_long", ".weight");
+        require(&ld, NULL, m->freqs_long ? "rope_factors_short" : "rope_factors_long");
     m->embd = load_matrix(&ld, "!token_embd", c->dim, 0, 1);
     m->output = load_matrix(&ld, "output", c->dim, 0, 1);
     if (!m->output.data) m->output = m->embd;   // the two are tied
@@ -2538,8 +2536,7 @@ static bool weights_load(Model *m, Error *e) {
     if (last) m->embd_norm = load_norm(&ld, "token_embd_norm", 1, c->dim);   // LFM2: of the output
     m->out_norm = load_norm(&ld, last ? "output_norm" : "token_embd_norm", 1, c->dim);
     if (!m->out_norm.w) m->out_norm = load_norm(&ld, "enc.output_norm", 1, c->dim);   // NeoBERT
-    if (c->norm != NORM_BARE && !c->encoder)
-        require(&ld, m->out_norm.w, "output_norm", ".weight");
+    if (c->norm != NORM_BARE && !c->encoder) require(&ld, m->out_norm.w, "output_norm");
     m->dense[0] = load_matrix(&ld, "dense_2", c->dim, 0, 1);
     m->dense[1] = load_matrix(&ld, "dense_3", m->dense[0].rows, 0, 1);
     if (c->per_layer) load_inputs(&ld, NULL);
@@ -2947,7 +2944,7 @@ static void load_experts(Loader *ld, Layer *w) {
     if (scale) {   // a dense FFN stands beside the experts, as if it were a shared one
         w->router_norm = (Norm){scale, NULL, c->dim, c->dim, 0};
         w->router.scale = &c->router_scale;
-        require(ld, w->ffn_post_norm.w, "post_ffw_norm", ".weight");
+        require(ld, w->ffn_post_norm.w, "post_ffw_norm");
         w->expert_norm = load_norm(ld, "!pre_ffw_norm_2", 1, c->dim);
         w->shared_post = load_norm(ld, "!post_ffw_norm_1", 1, c->dim);
         w->expert_post = load_norm(ld, "!post_ffw_norm_2", 1, c->dim);
@@ -3558,9 +3555,8 @@ static void load_latent(Loader *ld, Layer *w) {
     w->q = load_matrix(ld, w->q_a.data ? "!attn_q_b" : "!attn_q", from, n * hd, 1);
     w->k = load_matrix(ld, "!attn_kv_a_mqa", c->dim, w->hd, 1);
     w->latent_norm = load_norm(ld, "!attn_kv_a_norm", 1, c->lora);
-    w->k_b = load_matrix(ld, "attn_k_b", nope, c->lora, n);
-    const char *kv_b = w->k_b.data || c->kda ? "attn_kv_b" : "!attn_kv_b";
-    if (c->kda) require(ld, w->k_b.data, "attn_k_b", ".weight");   // none is known without
+    w->k_b = load_matrix(ld, c->kda ? "!attn_k_b" : "attn_k_b", nope, c->lora, n);
+    const char *kv_b = w->k_b.data ? "attn_kv_b" : "!attn_kv_b";
     Matrix both = load_matrix(ld, kv_b, c->lora, n * (nope + vd), 1);
     if (w->k_b.data) w->v_b = load_matrix(ld, "!attn_v_b", c->lora, vd, n);
     else {   // one tensor has, for each head, rows for keys and rows for values
