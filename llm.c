@@ -3019,13 +3019,10 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
         for (; k > 0 && score[e] > score[chosen[k - 1]]; k--) chosen[k] = chosen[k - 1];
         chosen[k] = e;
     }
-    for (int k = 0; k < n_used; k++) {
-        weight[k] = p[chosen[k]];
-        sum += weight[k];
-    }
+    for (int k = 0; k < n_used; k++) sum += p[chosen[k]];
     if (c->weights_normed) scale /= fmaxf(sum, 6.103515625e-5f);   // 2^-14
     if (isnan(scores)) scale = NAN;   // or nobody would notice a NaN that is not chosen
-    for (int k = 0; k < n_used; k++) weight[k] *= scale;
+    for (int k = 0; k < n_used; k++) weight[k] = scale * p[chosen[k]];
 }
 
 // Sorts choices by expert, into s->order. It is stable: no token's sum depends on its neighbours.
