@@ -2342,11 +2342,9 @@ static void check_tensors(Loader *ld) {
             refuse(ld, "tensor %.*s: no part of a %s model of %d layers, as the engine knows it",
                    STR_ARG(t->name), c->name, c->n_layer);
     }
-    bool experts = false;
-    for (int l = 0; l < c->n_layer; l++) experts |= ld->m->layers[l].router.data != NULL;
     for (size_t i = 0; i < COUNT(NEEDS) && ld->ok; i++) {
         bool found = !find_str((Str){c->name, strlen(c->name)}, NEEDS[i].archs);
-        if (strstr(NEEDS[i].name, "exp") && !experts) found = true;
+        if (strstr(NEEDS[i].name, "exp") && !c->n_used) found = true;   // no layer has experts
         for (int l = -1; l < c->n_layer && !found; l++)
             found = layer_tensor(ld, l, NEEDS[i].name, "");
         if (!found) refuse(ld, "tensor %s is missing", NEEDS[i].name);
