@@ -1250,6 +1250,7 @@ typedef struct {               // a metadata entry
     uint64_t n;                // how many values
     const uint8_t *v, *end;    // their bytes
     bool used;                 // loading has asked for it
+    int n_layer;               // layers of the file, if it has a value for each and more; or 0
 } Meta;
 
 typedef struct {
@@ -1915,7 +1916,7 @@ typedef struct {
 #define refuse(ld, ...) ((ld)->ok = (ld)->ok && fail((ld)->e, __VA_ARGS__))   // the first error
 
 // a key under the architecture's name as the file spells it, or without that name
-static const Meta *arch_meta(const Loader *ld, const char *key) {
+static Meta *arch_meta(const Loader *ld, const char *key) {
     char name[128];
     Str arch = gguf_str(ld->m->gguf, "general.architecture");
     snprintf(name, sizeof name, "%.*s.%s", STR_ARG(arch), key);
@@ -1928,18 +1929,19 @@ static const Meta *arch_meta(const Loader *ld, const char *key) {
 // Returns the number under a key, or this layer's in an array, or else `otherwise`. An array needs
 // a value for each layer of the file, also for those that do not run; patterns may be longer.
 static double load_number(Loader *ld, const char *key, double otherwise) {
-    const Meta *v = arch_meta(ld, key), *blocks = arch_meta(ld, "block_count");
+    Meta *v = arch_meta(ld, key), *blocks = arch_meta(ld, "block_count");
     if (!v) return otherwise;
     Str word = {key, strlen(key)};
     bool array = v->type == GGUF_ARR;
-    bool by_layer = ld->l >= 0 || find_str(word, "attention.head_count");
+    bool each = array && (ld->l >= 0 || find_str(word, "attention.head_count"));   // has its own
     uint64_t i = array && ld->l > 0 ? ld->l : 0, n_layer = 0;
     if (blocks && blocks->n) n_layer = meta_int(blocks, 0);
-    bool longer = v->n > n_layer && !find_str(word, PATTERNS);
-    if (array && by_layer && (v->n + ld->hints.n_layer_mtp < n_layer || longer))
+    bool shorter = each && v->n + ld->hints.n_layer_mtp < n_layer, longer = each && v->n > n_layer;
+    if (longer) v->n_layer = n_layer;
+    if (shorter || (longer && !find_str(word, PATTERNS)))
         refuse(ld, "key %.*s has %llu values for %llu layers", STR_ARG(v->key),
                (unsigned long long)v->n, (unsigned long long)n_layer);
-    bool number = v->elem != GGUF_STR && (!array || by_layer);
+    bool number = v->elem != GGUF_STR && (!array || each);
     double x = number && i < v->n ? meta_float(v, i) : NAN;
     if (!isfinite(x)) refuse(ld, "key %.*s: want a number, or one a layer", STR_ARG(v->key));
     return x;
@@ -8500,6 +8502,8 @@ __attribute__((constructor)) static void catch_faults(void) {
     signal(SIGILL, on_fault);
 }
 
+#define note(format, ...) fprintf(stderr, "note: " format "\n", ##__VA_ARGS__)
+
 enum { SWITCH, TEXT, NUMBER, INTEGER, SEED, LIST, PAIR };
 typedef struct {
     const char *usage;   // name and value
@@ -8888,7 +8892,7 @@ static bool chat_open(Cli *cli) {
     if (!ok || (system && !chat_system(cli, &cli->said))) return false;
     if (cli->think && chat_render(cli, &trial, 1, 0, &off) &&
         chat_render(cli, &trial, 1, 1, &on) && !strcmp(on.text, off.text))
-        fputs("note: the chat template has no switch for --think\n", stderr);
+        note("the chat template has no switch for --think");
     rendered_free(&on);
     rendered_free(&off);
     return (!cli->answer_once && !cli->render) || chat_ids(cli);
@@ -9228,43 +9232,37 @@ static bool key_matters(const Meta *v, const char *arch, float base) {   // base
 
 // Notes each key that matters and that no code has read, and patterns longer than all layers.
 static void print_unread(const Model *m) {
-    char arch[110], blocks[130];
+    char arch[110];
     snprintf(arch, sizeof arch, "%.*s.", STR_ARG(gguf_str(m->gguf, "general.architecture")));
-    snprintf(blocks, sizeof blocks, "%sblock_count", arch);
-    uint64_t n_layer = gguf_int(m->gguf, blocks, m->config.n_layer);
     for (const Meta *v = m->gguf->meta; v < m->gguf->meta + m->gguf->n_meta; v++) {
-        Str rest = v->key;
-        bool list = v->type == GGUF_ARR && str_cut(&rest, arch) && find_str(rest, PATTERNS);
-        if (list && v->n > n_layer)
-            fprintf(stderr, "note: key %.*s has %llu values for %d layers\n", STR_ARG(v->key),
-                    (unsigned long long)v->n, (int)n_layer);
+        if (v->n_layer)
+            note("key %.*s has %llu values for %d layers", STR_ARG(v->key),
+                 (unsigned long long)v->n, v->n_layer);
         if (!v->used && key_matters(v, arch, m->config.rope_base[FULL]))
-            fprintf(stderr, "note: key %.*s is not used\n", STR_ARG(v->key));
+            note("key %.*s is not used", STR_ARG(v->key));
     }
 }
 
 static void print_notes(const Cli *cli) {
     const Session *s = &cli->s;
-    int n = cli->ids.n, window = s->o.window, n_ctx = cli->m.config.n_ctx;
-    if (*cli->m.tokenizer->note) fprintf(stderr, "note: %s\n", cli->m.tokenizer->note);
-    if (s->m) print_unread(&cli->m);
+    const Config *c = &cli->m.config;
+    int n = cli->ids.n, window = s->o.window;
+    if (*cli->m.tokenizer->note) note("%s", cli->m.tokenizer->note);
+    if (!s->m) return;   // the model did not run
+    print_unread(&cli->m);
     if (*cli->m.nextn_idle.text)
-        fprintf(stderr, "note: a nextn (MTP) block, which guesses tokens, is not used: %s\n",
-                cli->m.nextn_idle.text);
-    if (cli->gpu && s->m && !s->gpu)
-        fprintf(stderr, "note: --gpu %s: the model ran on the CPU\n", cli->gpu);
-    if (s->m && cli->o.keep >= window)
-        fprintf(stderr, "note: --keep %d pins as many tokens as the window of %d has, or more\n",
-                cli->o.keep, window);
-    if (s->m && cli->o.window > window)
-        fprintf(stderr, "note: -c %d: beyond that this model chooses what it attends to, which the "
-                "engine does not know\n", window);
-    else if (cli->o.window > n_ctx && s->m)
-        fprintf(stderr, "note: %s %d is larger than the model's context of %d\n",
-                cli->m.config.causal ? "-c" : "the text's length", window, n_ctx);
-    if (n > window && s->m && cli->m.config.hd && !cli->ppl && !cli->bench.id && !cli->chat)
-        fprintf(stderr, "note: the first %d tokens of the prompt are out of sight; "
-                "-c %d keeps them\n", n - window, n);
+        note("a nextn (MTP) block, which guesses tokens, is not used: %s", cli->m.nextn_idle.text);
+    if (cli->gpu && !s->gpu) note("--gpu %s: the model ran on the CPU", cli->gpu);
+    if (cli->o.keep >= window)
+        note("--keep %d pins as many tokens as the window of %d has, or more", cli->o.keep, window);
+    if (cli->o.window > window)
+        note("-c %d: beyond that this model chooses what it attends to, which the engine does not "
+             "know", window);
+    else if (cli->o.window > c->n_ctx)
+        note("%s %d is larger than the model's context of %d",
+             c->causal ? "-c" : "the text's length", window, c->n_ctx);
+    if (n > window && c->hd && !cli->ppl && !cli->bench.id && !cli->chat)
+        note("the first %d tokens of the prompt are out of sight; -c %d keeps them", n - window, n);
     print_statistics(cli);
 }
 
@@ -9275,8 +9273,8 @@ static bool chat_answer(Cli *cli) {
     bool ok = chat_ids(cli) && (reply(cli) || interrupted == STOP);
     bool outgrown = cli->m.config.hd && !s->o.keep && s->history.n > (size_t)s->o.window;
     if (outgrown && !cli->outgrown)
-        fputs("note: the chat's beginning, a system message first, goes out of sight now; --keep N "
-              "pins the first N tokens\n", stderr);
+        note("the chat's beginning, a system message first, goes out of sight now; --keep N pins "
+             "the first N tokens");
     cli->outgrown = outgrown;
     if (interrupted == STOP) interrupted = cli->e.text[0] = 0;
     if (a->n && strstr(a->s, "<|channel|>")) a->n = 0;   // gpt-oss has only thought
@@ -9651,7 +9649,7 @@ static bool run(Cli *cli) {
     if (cli->answer_once) return reply(cli);
     // continue the prompt, which is printed first
     if (cli->template.n && isatty(STDERR_FILENO))
-        fputs("note: --chat answers as this model was trained to; this continues a text\n", stderr);
+        note("--chat answers as this model was trained to; this continues a text");
     if (cli->text.s && !cli->hide_prompt) fwrite(cli->text.s, 1, cli->text.n, stdout);
     cli->detokenizer.started = cli->text.n > 0;
     return reply(cli);
