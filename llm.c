@@ -1856,25 +1856,23 @@ static const struct { const char *name, *archs; } NEEDS[] = {
     {"attn_norm.weight", "gemma-embedding gemma2 gemma3 gemma4 glm4"},
     {"attn_norm.bias", "bloom codeshell falcon gpt2 gptneox jais jais2 nemotron orion phi2 phimoe "
      "stablelm starcoder starcoder2"},
-    {"attn_qkv.bias", "codeshell jais qwen"},
+    {"attn_qkv.bias", "codeshell jais qwen"}, {"attn_sinks.weight", "gpt-oss granite_swa"},
     {"attn_q_norm.weight", "afmoe apertus bailingmoe2 dots1 exaone-moe exaone4 gemma-embedding "
      "gemma3 gemma4 hunyuan-moe hunyuan-dense hunyuan_vl hy_v3 laguna lfm2 lfm2moe maincoder maple "
      "mellum minimax-m2 muse-glimmer olmo2 olmoe openelm plamo3 qwen3 qwen35 qwen35moe qwen3moe "
      "qwen3next qwen3vl qwen3vlmoe"},
     {"attn_gate.weight", "afmoe bailingmoe3 laguna muse-glimmer spark2_5"},
-    {"attn_sinks.weight", "gpt-oss granite_swa"},
     {"attn_output.bias", "bloom codeshell gpt-oss gpt2 gptneox jais jais2 jina-bert-v2 "
      "pangu-embedded phi2 phimoe starcoder starcoder2"},
     {"attn_output_norm.weight", "bert jina-bert-v2 jina-bert-v3 nomic-bert nomic-bert-moe"},
     {"post_attention_norm.weight", "afmoe exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 "
      "glm4moe muse-glimmer olmo2 qwen35 qwen35moe qwen3next seed_oss"},
-    {"post_attention_norm", "plamo3"},
+    {"post_attention_norm", "plamo3"}, {"post_ffw_norm", "plamo3"},
     {"ffn_norm.weight", "gemma-embedding gemma2 gemma3 gemma4 glm4"},
     {"ffn_down.bias", "bloom codeshell gpt2 gptneox jais jais2 jina-bert-v2 phi2 starcoder "
      "starcoder2"},
     {"post_ffw_norm.weight", "afmoe exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 muse-glimmer "
      "olmo2"},
-    {"post_ffw_norm", "plamo3"},
     {"layer_output_norm.weight", "bert jina-bert-v2 jina-bert-v3 nomic-bert nomic-bert-moe"},
     {"ffn_gate_inp.bias", "gpt-oss"}, {"ffn_gate_exps.bias", "gpt-oss"},
     {"ffn_up_exps.bias", "gpt-oss"}, {"ffn_down_exps.bias", "gpt-oss"},
@@ -1887,8 +1885,7 @@ static const struct { const char *name, *archs; } NEEDS[] = {
     {"ssm_norm.weight", "mamba2 granitehybrid nemotron_h nemotron_h_moe"},
     {"token_embd_norm.weight", "bert bloom jina-bert-v2 jina-bert-v3 modern-bert nomic-bert "
      "nomic-bert-moe"},
-    {"position_embd.weight", "bert gpt2 starcoder"},
-    {"rope_freqs.weight", "gemma4"},
+    {"position_embd.weight", "bert gpt2 starcoder"}, {"rope_freqs.weight", "gemma4"},
     {"output.weight", "apertus baichuan bailingmoe bailingmoe2 dbrx dots1 exaone-moe gpt-oss "
      "gptneox internlm2 maple mellum mimo2 minimax-m2 muse-glimmer nemotron olmo2 olmoe orion phi2 "
      "plamo qwen qwen2moe stablelm xverse"},
@@ -1933,7 +1930,7 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
     if (!v) return otherwise;
     Str word = {key, strlen(key)};
     bool array = v->type == GGUF_ARR;
-    bool each = array && (ld->l >= 0 || find_str(word, "attention.head_count"));   // has its own
+    bool each = array && (ld->l >= 0 || find_str(word, "attention.head_count"));   // one a layer
     uint64_t i = array && ld->l > 0 ? ld->l : 0, n_layer = 0;
     if (blocks && blocks->n) n_layer = meta_int(blocks, 0);
     bool shorter = each && v->n + ld->hints.n_layer_mtp < n_layer, longer = each && v->n > n_layer;
@@ -2081,11 +2078,10 @@ static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
 }
 
 // Part III has these.
-static void load_gate(Loader *ld, Layer *w, int n_head, int vd);
+static void load_gate(Loader *ld, Layer *w, int n_head, int vd), load_nextn(Loader ld);
 static void load_experts(Loader *ld, Layer *w), load_inputs(Loader *ld, Layer *w);
 static bool load_recurrent(Loader *ld, Layer *w), load_source(Loader *ld, Layer *w);
 static void load_latent(Loader *ld, Layer *w), derive_latent(Config *c, uint64_t flags);
-static void load_nextn(Loader ld);
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
