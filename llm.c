@@ -2586,8 +2586,7 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 //   14 positions           learned ones, RoPE beyond the texts of training, ALiBi, far queries
 //   15 steps of blocks     activations, bounds, damaged values, gates of attention
 //   16 experts             in place of the FFN
-//   17 to 20               recurrent mixers, whose memory of earlier tokens has a fixed size: the
-//                          convolution, the delta rule, the state space, and layers that have one
+//   17 to 20               recurrent mixers: the convolution, the delta rule, the state space
 //   21 latent attention    keys and values are made of one short vector
 //   22 Gemma 4             borrowed caches, an input for each layer
 //   22b further tokens     a block behind the layers guesses them
@@ -3494,8 +3493,7 @@ static void recurrent(Session *s) {
 // The cache holds two vectors of a token, which all heads share: c, from which each head could make
 // its key and its value, and r, a key with RoPE. But a head does not make them. It applies its
 // matrix Kb [lora][nope] once to its query, not to each c, and Vb [vd][lora] once to the sum of the
-// c's. So this is attention with one KV head, whose values are the first `lora` numbers of its
-// keys:
+// c's. So this is attention with one KV head, whose keys begin with its values:
 //
 //   c | r = A h                      of each token; the cache has its row, norm(c) | rope(r)
 //   q = Qb norm(Qa h), or Q h        of each head; its parts are nope | rotated
@@ -8443,7 +8441,7 @@ typedef struct {
     // evaluated, in so many passes; seconds before and after first ones.
     size_t n_prompts, n_reused, n_new, n_decoded, n_passes;
     double prefill, decode;
-    struct { double start; int done; bool shown; } progress;   // of an evaluation
+    struct { double start; size_t before; bool shown; } progress;   // of an evaluation; n_prompts before it
     // A chat: chat_open begins it, run_chat goes on with it.
     ChatMessage *message;            // [n_message], each owns its content
     size_t n_message;
@@ -9154,11 +9152,10 @@ static bool on_chunk(void *ctx, int reused, int done, int n) {
     Cli *cli = ctx;
     bool begins = done == reused, ends = done == n || interrupted;
     if (begins) cli->progress.start = now();
-    if (begins) cli->progress.done = 0;
+    if (begins) cli->progress.before = cli->n_prompts;
     if (begins && cli->began) cli->n_passes++;
     else if (begins) cli->n_reused += reused;
-    if (!cli->began) cli->n_prompts += done - cli->progress.done;
-    cli->progress.done = done;
+    if (!cli->began) cli->n_prompts = cli->progress.before + done;
     char text[80] = "";
     if (!ends) snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
                         (done - reused) / (now() - cli->progress.start));
