@@ -1366,9 +1366,8 @@ static Meta *gguf_find(const Gguf *g, const char *key) {   // NULL: there is no 
     return bsearch(&(Str){key, strlen(key)}, g->meta, g->n_meta, sizeof *g->meta, name_compare);
 }
 
-static Tensor *gguf_tensor(const Gguf *g, const char *full) {   // NULL: there is no such tensor
-    Str name = {full, strlen(full)};
-    return bsearch(&name, g->tensors, g->n_tensors, sizeof(Tensor), name_compare);
+static Tensor *gguf_tensor(const Gguf *g, const char *s) {   // NULL: there is no such tensor
+    return bsearch(&(Str){s, strlen(s)}, g->tensors, g->n_tensors, sizeof(Tensor), name_compare);
 }
 
 // the i-th value of m, which is a number or an array of numbers
@@ -1848,9 +1847,6 @@ static const Key KEYS[] = {
 #undef GRANITES
 #undef MOE
 
-// keys whose arrays may be longer than the model has layers
-static const char PATTERNS[] = "attention.sliding_window_pattern attention.rope_pattern";
-
 // Tensors that files of these architectures must have, although the engine could run without them.
 static const struct { const char *name, *archs; } NEEDS[] = {
     {"attn_norm.weight", "gemma-embedding gemma2 gemma3 gemma4 glm4"},
@@ -1933,9 +1929,10 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
     bool each = array && (ld->l >= 0 || find_str(word, "attention.head_count"));   // one a layer
     uint64_t i = array && ld->l > 0 ? ld->l : 0, n_layer = 0;
     if (blocks && blocks->n) n_layer = meta_int(blocks, 0);
+    bool pattern = find_str(word, "attention.sliding_window_pattern attention.rope_pattern");
     bool shorter = each && v->n + ld->hints.n_layer_mtp < n_layer, longer = each && v->n > n_layer;
     if (longer) v->n_layer = n_layer;
-    if (shorter || (longer && !find_str(word, PATTERNS)))
+    if (shorter || (longer && !pattern))
         refuse(ld, "key %.*s has %llu values for %llu layers", STR_ARG(v->key),
                (unsigned long long)v->n, (unsigned long long)n_layer);
     bool number = v->elem != GGUF_STR && (!array || each);
@@ -1947,8 +1944,7 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
 // Fills the fields that KEYS names, those of a layer or, if it is NULL, those of the whole model.
 static void load_keys(Loader *ld, Layer *layer) {
     Config *c = &ld->m->config;
-    char *place[] = {[IN_CONFIG] = (char *)c, [IN_LAYER] = (char *)layer,
-                     [IN_HINTS] = (char *)&ld->hints};
+    void *place[] = {[IN_CONFIG] = c, [IN_LAYER] = layer, [IN_HINTS] = &ld->hints};
     Str arch = {c->name, strlen(c->name)}, all = {"all", 3};
     for (const Key *k = KEYS; k < KEYS + COUNT(KEYS) && ld->ok; k++) {
         const char *behind = find_str(arch, k->archs);
@@ -1957,7 +1953,7 @@ static void load_keys(Loader *ld, Layer *layer) {
         bool scores = ld->arch->flags & YARN_SCORES && strstr(k->key, "rope.scal");
         if (ld->arch->flags & ROPE_FIXED && strstr(k->key, "rope.") && !scores) continue;
         if (!behind && !find_str(all, k->archs)) continue;
-        void *field = place[k->place] + k->at;
+        void *field = (char *)place[k->place] + k->at;
         double x = 0;
         if (k->type == INT) x = *(int *)field;
         if (k->type == REAL) x = *(float *)field;
@@ -8413,8 +8409,7 @@ typedef struct {
 
 // all of one call of the program
 typedef struct {
-    // What was asked for: main sets defaults, parse_options the rest; later sampling_defaults and
-    // start_session change `o`.
+    // What was asked for: main sets defaults, parse_options the rest; the model may change `o`.
     const char *model, *prompt, *file, *logits, *ppl, *gpu, *system, *think, *template_file;
     bool help, version, chat, answer_once, render, special, hide_prompt, tokenize, embed;
     bool info, verbose, chat_by_default;   // the last: a chat, since nothing was asked for
@@ -8441,7 +8436,7 @@ typedef struct {
     // evaluated, in so many passes; seconds before and after first ones.
     size_t n_prompts, n_reused, n_new, n_decoded, n_passes;
     double prefill, decode;
-    struct { double start; size_t before; bool shown; } progress;   // of an evaluation; n_prompts before it
+    struct { double start; size_t before; bool shown; } progress;   // before: prompts' tokens
     // A chat: chat_open begins it, run_chat goes on with it.
     ChatMessage *message;            // [n_message], each owns its content
     size_t n_message;
