@@ -1250,7 +1250,7 @@ typedef struct {               // a metadata entry
     uint64_t n;                // how many values
     const uint8_t *v, *end;    // their bytes
     bool used;                 // loading has asked for it
-    int n_layer;               // layers of the file, if it has a value for each and more; or 0
+    int n_layer;               // the file's, if the array has a value for each and more; or 0
 } Meta;
 
 typedef struct {
@@ -2201,11 +2201,9 @@ static void load_window(Loader *ld, Layer *w) {
     const Arch *a = ld->arch;
     const Meta *key = arch_meta(ld, "attention.sliding_window_pattern");
     int pattern = ld->hints.pattern;
-    bool windows = a->period && c->window, sees_all = !pattern;
-    if (!key || key->type != GGUF_ARR) {
-        int full = a->flags & FULL_FIRST ? 0 : pattern - 1;   // which layer of a period
-        sees_all = pattern && ld->l % pattern == full;
-    }
+    int full = a->flags & FULL_FIRST ? 0 : pattern - 1;   // which layer of a period
+    bool windows = a->period && c->window, sees_all = pattern && ld->l % pattern == full;
+    if (key && key->type == GGUF_ARR) sees_all = !pattern;
     bool local = windows && !sees_all;
     w->window = local ? c->window : 0;
     w->hd = local ? ld->hints.hd_local : c->hd;
@@ -2253,10 +2251,8 @@ static void load_layer(Loader *ld, Layer *w) {
     else if (dense) w->ff = load_ffn(ld, &DENSE_NAMES, c->dim, w->ff, 1, ffn);
     bool feeds = w->up.data;
     if (!mixes) w->ffn_norm = w->attn_norm;   // a layer of one block has one norm
-    if (!feeds) {
-        w->attn_post_norm = w->ffn_post_norm;
-        w->attn_norm_2 = (Norm){0};
-    }
+    if (!feeds) w->attn_post_norm = w->ffn_post_norm;
+    if (!feeds) w->attn_norm_2 = (Norm){0};
     w->side_by_side = w->side_by_side && mixes && feeds;
     if (w->side_by_side && !w->ffn_norm.w && !(a->flags & MAY_BE_PARALLEL))
         require(ld, NULL, "ffn_norm");
@@ -2450,10 +2446,8 @@ static void derive_config(Loader *ld) {
         refuse(ld, "hidden_activation '%.*s' is not supported", STR_ARG(act));
     c->n_layer -= ld->hints.n_layer_mtp;
     if (c->n_value) c->dv /= c->n_value;
-    if (c->kda) {
-        c->n_key = c->n_value = c->n_head;
-        c->dk = c->dv = c->kda;
-    }
+    if (c->kda) c->n_key = c->n_value = c->n_head;
+    if (c->kda) c->dk = c->dv = c->kda;
     if (c->n_layer < 1 || c->n_layer > (int64_t)ld->m->gguf->n_tensors)
         refuse(ld, "%d layers in a file of %zu tensors", c->n_layer, ld->m->gguf->n_tensors);
     if (c->n_group < 2) c->n_group = c->n_group_used = 1;
@@ -2599,14 +2593,10 @@ static void add_embeddings(Session *s, float *x, size_t i) {
     const Model *m = s->m;
     const Config *c = &m->config;
     float *more = s->normed + i * c->dim;   // free until the first norm
-    if (m->pos_embd.data) {
-        matrix_row(&m->pos_embd, s->pos + i, more);
-        add_scaled(x, more, c->dim, 1);
-    }
-    if (m->type_embd.data) {
-        matrix_row(&m->type_embd, 0, more);
-        add_scaled(x, more, c->dim, 1);
-    }
+    if (m->pos_embd.data) matrix_row(&m->pos_embd, s->pos + i, more);
+    if (m->pos_embd.data) add_scaled(x, more, c->dim, 1);
+    if (m->type_embd.data) matrix_row(&m->type_embd, 0, more);
+    if (m->type_embd.data) add_scaled(x, more, c->dim, 1);
     if (m->embd_norm.w || c->embd_normed) norm(x, x, c->dim, &m->embd_norm, c->norm, c->eps);
 }
 
@@ -2669,8 +2659,7 @@ static void alibi_slopes(float *slope, int n_head, float max_bias) {
     int power = 1;   // 2^k
     while (2 * power <= n_head) power *= 2;
     for (int h = 0; h < n_head; h++) {
-        float step = h + 1;
-        if (h >= power) step = h - power + 0.5f;   // 2 (h - power) + 1 of 2 * power heads
+        float step = h < power ? h + 1 : h - power + 0.5f;   // 2 (h - power) + 1 of 2 * power
         slope[h] = exp2f(-max_bias * step / power);
     }
 }
@@ -2718,10 +2707,8 @@ INLINE void activate_as(float *out, const float *gate, const float *up, int n, i
     const float *x = gate ? gate : up;
     for (int i = 0; i < n; i++) {
         float g = x[i], u = gate ? up[i] : 1;
-        if (act == ACT_SWIGLU_OAI) {
-            g = g > 7 ? 7 : g;
-            u = 1 + within(u, 7);
-        }
+        if (act == ACT_SWIGLU_OAI) g = g > 7 ? 7 : g;
+        if (act == ACT_SWIGLU_OAI) u = 1 + within(u, 7);
         out[i] = activation_of(g, act) * u;
     }
 }
@@ -3603,23 +3590,19 @@ static void head_products(Session *s, const Matrix *w, const float *x, float *ou
 
 static void latent_attention(Session *s) {
     const Layer *w = &s->m->layers[s->l];
-    bool two = w->q_a.data;   // products that make q
+    bool two = w->q_a.data, gates = w->attn_gate.data;   // two products make q
     int n = s->n;
     Matmul in[] = {{&w->k, s->normed, s->k, n}, {&w->q, s->normed, s->mix, n}};
     if (two) in[1] = (Matmul){&w->q_a, s->normed, s->z, n};
     matmul(s->pool, &s->op_scratch, in, 2);
-    if (two) {
-        each_row(s, latent_query_row, &w->q_a_norm, n);
-        product(s, &w->q, s->z, s->mix);
-    }
+    if (two) each_row(s, latent_query_row, &w->q_a_norm, n);
+    if (two) product(s, &w->q, s->z, s->mix);
     each_row(s, latent_row, w, n);
     head_products(s, &w->k_b, s->mix, s->q);
     attend(s);
     head_products(s, &w->v_b, s->att, s->mix);
-    if (w->attn_gate.data) {
-        product(s, &w->attn_gate, s->normed, s->z);
-        gate_attention(s, s->mix, w->v_b.rows);
-    }
+    if (gates) product(s, &w->attn_gate, s->normed, s->z);
+    if (gates) gate_attention(s, s->mix, w->v_b.rows);
     product(s, &w->o, s->mix, s->out);
 }
 
@@ -8436,7 +8419,7 @@ typedef struct {
     // evaluated, in so many passes; seconds before and after first ones.
     size_t n_prompts, n_reused, n_new, n_decoded, n_passes;
     double prefill, decode;
-    struct { double start; size_t before; bool shown; } progress;   // before: prompts' tokens
+    struct { double start; size_t before; bool shown; } progress;   // before: n_prompts so far
     // A chat: chat_open begins it, run_chat goes on with it.
     ChatMessage *message;            // [n_message], each owns its content
     size_t n_message;
@@ -8613,8 +8596,8 @@ static bool read_option(Cli *cli, char **argv, int *i) {
 
 static bool uses_template(const Cli *cli) { return cli->chat || cli->answer_once || cli->render; }
 
-// Do the options go together? prompts: how many texts and lists of ids they give
-static bool check_options(Cli *cli, int prompts) {
+// Do the options go together? texts: how many prompts and lists of ids they give
+static bool check_options(Cli *cli, int texts) {
     bool measures = cli->bench.id || cli->info;   // these need no prompt
     bool renders = cli->render && !cli->chat && !cli->answer_once;   // else it renders that chat
     const bool modes[] = {cli->chat, cli->answer_once, renders, cli->tokenize, cli->logits,
@@ -8625,7 +8608,7 @@ static bool check_options(Cli *cli, int prompts) {
     if (n_modes > 1)
         return fail(&cli->e, "two modes: give one of -i, --chat, --render, --tokenize, --logits, "
                     "--embed, --ppl, --bench and --info");
-    if (measures && prompts)
+    if (measures && texts)
         return fail(&cli->e, "--bench takes P,N, --info nothing: no PROMPT goes with these");
     if (cli->verbose && !cli->info) return fail(&cli->e, "-v is for --info");
     if (cli->gpu && !find_str(str(cli->gpu), "chain block"))
@@ -8636,9 +8619,9 @@ static bool check_options(Cli *cli, int prompts) {
         return fail(&cli->e, "--system, --think and --template are for -i, --chat and --render");
     if (uses_template(cli) && cli->ids.id)
         return fail(&cli->e, "-i, --chat and --render take text, not --tokens");
-    if (prompts > 1) return fail(&cli->e, "two prompts: give \"PROMPT\", -p, -f, --tokens or --ppl");
+    if (texts > 1) return fail(&cli->e, "two prompts: give \"PROMPT\", -p, -f, --tokens or --ppl");
     if (!cli->model) return fail(&cli->e, "no MODEL.gguf given; see --help");
-    return prompts || cli->chat || cli->render || measures ||
+    return texts || cli->chat || cli->render || measures ||
            fail(&cli->e, "no PROMPT given; -f - reads it from standard input; see --help");
 }
 
@@ -9074,9 +9057,8 @@ static double token_bytes(const Session *s, int pos) {
         if (!t->used || (str_cut(&rest, "blk.") && atoi(rest.s) >= c->n_layer)) continue;
         bool row = t->data == m->pos_embd.data || t->data == m->embd.data ||
                    t->data == m->layer_embd.data;
-        bool experts = memmem(t->name.s, t->name.n, "_exps.", 6);
         double times = rest.n < t->name.n ? c->n_loops : 1;   // of a layer
-        if (experts) times *= (double)c->n_used / c->n_expert;
+        if (memmem(t->name.s, t->name.n, "_exps.", 6)) times *= (double)c->n_used / c->n_expert;
         if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
         else sum += tensor_bytes(t) * times;
     }
