@@ -405,10 +405,10 @@ struct sort_args { int32_t choices, n_expert, tiles, tile; };    // tile: choice
 struct weigh_inputs_args { int32_t dim, n_used, sorted; };   // sorted: by expert
 // shared: 0 without a shared expert; weighed: it has a router; sorted: choices are, by expert
 struct weigh_args { int32_t dim, n_used, shared, weighed, sorted; float factor; };
-struct conv_args { int32_t n, channels, past; };
+struct conv_args { int32_t n, channels, past, guesses; };   // guesses: there may be some
 struct gate_args { int32_t n, each, softplus; };
 struct delta_args {
-    int32_t n, first;                      // tokens; row of their inputs, 0 in a pass
+    int32_t n, first, guesses;             // tokens; row of their inputs, 0 in a pass; see conv_args
     int32_t n_key, n_value, dv, tiled;     // tiled: see key_tiled in llm.c
     int32_t share, step;                   // alpha, beta: heads side by side; floats of a token
     float eps, lower;                      // lower: see kda_lower in llm.c
@@ -2876,7 +2876,8 @@ kernel void delta_conv(device const float *mix, device float *state, device cons
     if (i >= channels) return;
     mix += i;
     state += i;
-    device const float *old = state + (ulong)now[NOW_STOOD] * channels;
+    int stood = a->guesses ? now[NOW_STOOD] : 0, sure = a->n - (a->guesses ? now[NOW_GUESSES] : 0);
+    device const float *old = state + (ulong)stood * channels;
     b += i;
     taps += (ulong)i * (a->past + 1);
     for (int t = first; t < min(first + CONV_TOKENS, a->n); t++) {
@@ -2885,7 +2886,6 @@ kernel void delta_conv(device const float *mix, device float *state, device cons
         for (int j = 0; j <= a->past; j++) y += taps[j] * conv_input(mix, old, b, t + j, a);
         out[at] = y * (GATED ? z[at] : sigmoid(y));
     }
-    int sure = a->n - now[NOW_GUESSES];
     for (int j = 0; first == 0 && sure + j < a->past + a->n; j++)
         state[(ulong)j * channels] = conv_input(mix, old, b, sure + j, a);
 }
@@ -3112,7 +3112,7 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     z += h * a->dv + own;
     out += h * a->dv + own;
     int decays = CHANNELS ? HEAD_DIM : 1;                // of a head
-    int sure = a->first ? a->n : a->n - now[NOW_GUESSES];   // tokens that the state is to see
+    int sure = a->n - (a->guesses ? now[NOW_GUESSES] : 0);   // tokens that the state is to see
     alpha += (at + a->first * a->step) * decays;
     beta += at + a->first * a->step;
     state += block * HEAD_DIM * DELTA_LAYOUT + own % DELTA_LAYOUT;

@@ -1250,6 +1250,7 @@ typedef struct {               // a metadata entry
     uint64_t n;                // how many values
     const uint8_t *v, *end;    // their bytes
     bool used;                 // loading has asked for it
+    int n_layer;               // the file's, if the array has a value for each and more; or 0
 } Meta;
 
 typedef struct {
@@ -1365,9 +1366,8 @@ static Meta *gguf_find(const Gguf *g, const char *key) {   // NULL: there is no 
     return bsearch(&(Str){key, strlen(key)}, g->meta, g->n_meta, sizeof *g->meta, name_compare);
 }
 
-static Tensor *gguf_tensor(const Gguf *g, const char *full) {   // NULL: there is no such tensor
-    Str name = {full, strlen(full)};
-    return bsearch(&name, g->tensors, g->n_tensors, sizeof(Tensor), name_compare);
+static Tensor *gguf_tensor(const Gguf *g, const char *s) {   // NULL: there is no such tensor
+    return bsearch(&(Str){s, strlen(s)}, g->tensors, g->n_tensors, sizeof(Tensor), name_compare);
 }
 
 // the i-th value of m, which is a number or an array of numbers
@@ -1847,33 +1847,28 @@ static const Key KEYS[] = {
 #undef GRANITES
 #undef MOE
 
-// keys whose arrays may be longer than the model has layers
-static const char PATTERNS[] = "attention.sliding_window_pattern attention.rope_pattern";
-
 // Tensors that files of these architectures must have, although the engine could run without them.
 static const struct { const char *name, *archs; } NEEDS[] = {
     {"attn_norm.weight", "gemma-embedding gemma2 gemma3 gemma4 glm4"},
     {"attn_norm.bias", "bloom codeshell falcon gpt2 gptneox jais jais2 nemotron orion phi2 phimoe "
      "stablelm starcoder starcoder2"},
-    {"attn_qkv.bias", "codeshell jais qwen"},
+    {"attn_qkv.bias", "codeshell jais qwen"}, {"attn_sinks.weight", "gpt-oss granite_swa"},
     {"attn_q_norm.weight", "afmoe apertus bailingmoe2 dots1 exaone-moe exaone4 gemma-embedding "
      "gemma3 gemma4 hunyuan-moe hunyuan-dense hunyuan_vl hy_v3 laguna lfm2 lfm2moe maincoder maple "
      "mellum minimax-m2 muse-glimmer olmo2 olmoe openelm plamo3 qwen3 qwen35 qwen35moe qwen3moe "
      "qwen3next qwen3vl qwen3vlmoe"},
     {"attn_gate.weight", "afmoe bailingmoe3 laguna muse-glimmer spark2_5"},
-    {"attn_sinks.weight", "gpt-oss granite_swa"},
     {"attn_output.bias", "bloom codeshell gpt-oss gpt2 gptneox jais jais2 jina-bert-v2 "
      "pangu-embedded phi2 phimoe starcoder starcoder2"},
     {"attn_output_norm.weight", "bert jina-bert-v2 jina-bert-v3 nomic-bert nomic-bert-moe"},
     {"post_attention_norm.weight", "afmoe exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 "
      "glm4moe muse-glimmer olmo2 qwen35 qwen35moe qwen3next seed_oss"},
-    {"post_attention_norm", "plamo3"},
+    {"post_attention_norm", "plamo3"}, {"post_ffw_norm", "plamo3"},
     {"ffn_norm.weight", "gemma-embedding gemma2 gemma3 gemma4 glm4"},
     {"ffn_down.bias", "bloom codeshell gpt2 gptneox jais jais2 jina-bert-v2 phi2 starcoder "
      "starcoder2"},
     {"post_ffw_norm.weight", "afmoe exaone4 gemma-embedding gemma2 gemma3 gemma4 glm4 muse-glimmer "
      "olmo2"},
-    {"post_ffw_norm", "plamo3"},
     {"layer_output_norm.weight", "bert jina-bert-v2 jina-bert-v3 nomic-bert nomic-bert-moe"},
     {"ffn_gate_inp.bias", "gpt-oss"}, {"ffn_gate_exps.bias", "gpt-oss"},
     {"ffn_up_exps.bias", "gpt-oss"}, {"ffn_down_exps.bias", "gpt-oss"},
@@ -1886,8 +1881,7 @@ static const struct { const char *name, *archs; } NEEDS[] = {
     {"ssm_norm.weight", "mamba2 granitehybrid nemotron_h nemotron_h_moe"},
     {"token_embd_norm.weight", "bert bloom jina-bert-v2 jina-bert-v3 modern-bert nomic-bert "
      "nomic-bert-moe"},
-    {"position_embd.weight", "bert gpt2 starcoder"},
-    {"rope_freqs.weight", "gemma4"},
+    {"position_embd.weight", "bert gpt2 starcoder"}, {"rope_freqs.weight", "gemma4"},
     {"output.weight", "apertus baichuan bailingmoe bailingmoe2 dbrx dots1 exaone-moe gpt-oss "
      "gptneox internlm2 maple mellum mimo2 minimax-m2 muse-glimmer nemotron olmo2 olmoe orion phi2 "
      "plamo qwen qwen2moe stablelm xverse"},
@@ -1915,7 +1909,7 @@ typedef struct {
 #define refuse(ld, ...) ((ld)->ok = (ld)->ok && fail((ld)->e, __VA_ARGS__))   // the first error
 
 // a key under the architecture's name as the file spells it, or without that name
-static const Meta *arch_meta(const Loader *ld, const char *key) {
+static Meta *arch_meta(const Loader *ld, const char *key) {
     char name[128];
     Str arch = gguf_str(ld->m->gguf, "general.architecture");
     snprintf(name, sizeof name, "%.*s.%s", STR_ARG(arch), key);
@@ -1928,18 +1922,20 @@ static const Meta *arch_meta(const Loader *ld, const char *key) {
 // Returns the number under a key, or this layer's in an array, or else `otherwise`. An array needs
 // a value for each layer of the file, also for those that do not run; patterns may be longer.
 static double load_number(Loader *ld, const char *key, double otherwise) {
-    const Meta *v = arch_meta(ld, key), *blocks = arch_meta(ld, "block_count");
+    Meta *v = arch_meta(ld, key), *blocks = arch_meta(ld, "block_count");
     if (!v) return otherwise;
     Str word = {key, strlen(key)};
     bool array = v->type == GGUF_ARR;
-    bool by_layer = ld->l >= 0 || find_str(word, "attention.head_count");
+    bool each = array && (ld->l >= 0 || find_str(word, "attention.head_count"));   // one a layer
     uint64_t i = array && ld->l > 0 ? ld->l : 0, n_layer = 0;
     if (blocks && blocks->n) n_layer = meta_int(blocks, 0);
-    bool longer = v->n > n_layer && !find_str(word, PATTERNS);
-    if (array && by_layer && (v->n + ld->hints.n_layer_mtp < n_layer || longer))
+    bool pattern = find_str(word, "attention.sliding_window_pattern attention.rope_pattern");
+    bool shorter = each && v->n + ld->hints.n_layer_mtp < n_layer, longer = each && v->n > n_layer;
+    if (longer) v->n_layer = n_layer;
+    if (shorter || (longer && !pattern))
         refuse(ld, "key %.*s has %llu values for %llu layers", STR_ARG(v->key),
                (unsigned long long)v->n, (unsigned long long)n_layer);
-    bool number = v->elem != GGUF_STR && (!array || by_layer);
+    bool number = v->elem != GGUF_STR && (!array || each);
     double x = number && i < v->n ? meta_float(v, i) : NAN;
     if (!isfinite(x)) refuse(ld, "key %.*s: want a number, or one a layer", STR_ARG(v->key));
     return x;
@@ -1948,8 +1944,7 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
 // Fills the fields that KEYS names, those of a layer or, if it is NULL, those of the whole model.
 static void load_keys(Loader *ld, Layer *layer) {
     Config *c = &ld->m->config;
-    char *place[] = {[IN_CONFIG] = (char *)c, [IN_LAYER] = (char *)layer,
-                     [IN_HINTS] = (char *)&ld->hints};
+    void *place[] = {[IN_CONFIG] = c, [IN_LAYER] = layer, [IN_HINTS] = &ld->hints};
     Str arch = {c->name, strlen(c->name)}, all = {"all", 3};
     for (const Key *k = KEYS; k < KEYS + COUNT(KEYS) && ld->ok; k++) {
         const char *behind = find_str(arch, k->archs);
@@ -1958,7 +1953,7 @@ static void load_keys(Loader *ld, Layer *layer) {
         bool scores = ld->arch->flags & YARN_SCORES && strstr(k->key, "rope.scal");
         if (ld->arch->flags & ROPE_FIXED && strstr(k->key, "rope.") && !scores) continue;
         if (!behind && !find_str(all, k->archs)) continue;
-        void *field = place[k->place] + k->at;
+        void *field = (char *)place[k->place] + k->at;
         double x = 0;
         if (k->type == INT) x = *(int *)field;
         if (k->type == REAL) x = *(float *)field;
@@ -1995,8 +1990,8 @@ static Tensor *find_tensor(Loader *ld, const char *name, const char *suffix) {
 
 static const char *less_mark(const char *name) { return name + (*name == '!'); }
 
-static void require(Loader *ld, const void *data, const char *name, const char *suffix) {
-    if (!data) refuse(ld, "tensor %s%s%s is missing", ld->prefix, name, suffix);
+static void require(Loader *ld, const void *data, const char *name) {
+    if (!data) refuse(ld, "tensor %s%s.weight is missing", ld->prefix, name);
 }
 
 // Returns memory that lives as long as the model: whole pages, so that a GPU can share them.
@@ -2050,8 +2045,9 @@ static float *scaled(Loader *ld, const float *x, int n, float by) {
     return v;
 }
 
-// Returns a [rows][cols] matrix with its bias, or n of them; rows 0: however many the file has.
-static Matrix load_unscaled(Loader *ld, const char *name, int cols, int rows, int n) {
+// Returns a [rows][cols] matrix, or n of them, with bias and, if the file has one (NVFP4), a factor
+// of the product. rows 0: however many the file has.
+static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int n) {
     Tensor *t = find_tensor(ld, name, ".weight");
     if (!t) return (Matrix){0};
     t->used = true;
@@ -2061,15 +2057,11 @@ static Matrix load_unscaled(Loader *ld, const char *name, int cols, int rows, in
         refuse(ld, "tensor %.*s: want [%d,%d,%d,1], file has [%d,%d,%d,%d]",
                STR_ARG(t->name), cols, rows, n, ne[0], ne[1], ne[2], ne[3]);
     if (!ld->ok) return (Matrix){0};
-    return (Matrix){.data = t->data, .type = t->type, .rows = rows, .cols = cols,
-                    .bias = load_vector(ld, less_mark(name), ".bias", (uint64_t)rows * n),
-                    .step = rows * quant_row_bytes(t->type, cols)};
-}
-
-// Returns the same, with the factor of its product if the file has one (NVFP4).
-static Matrix load_matrix(Loader *ld, const char *name, int cols, int rows, int n) {
-    Matrix w = load_unscaled(ld, name, cols, rows, n);
-    if (w.data) w.scale = load_vector(ld, less_mark(name), ".scale", n);
+    Matrix w = {.data = t->data, .type = t->type, .rows = rows, .cols = cols};
+    w.step = rows * quant_row_bytes(t->type, cols);
+    w.bias = load_vector(ld, less_mark(name), ".bias", (uint64_t)rows * n);
+    bool router = !strcmp(name, "!ffn_gate_inp");   // its .scale is of its input, see load_experts
+    if (!router) w.scale = load_vector(ld, less_mark(name), ".scale", n);
     return w;
 }
 
@@ -2082,11 +2074,10 @@ static Matrix matrix_rows(Matrix w, int64_t first, int64_t rows) {
 }
 
 // Part III has these.
-static void load_gate(Loader *ld, Layer *w, int n_head, int vd);
+static void load_gate(Loader *ld, Layer *w, int n_head, int vd), load_nextn(Loader ld);
 static void load_experts(Loader *ld, Layer *w), load_inputs(Loader *ld, Layer *w);
 static bool load_recurrent(Loader *ld, Layer *w), load_source(Loader *ld, Layer *w);
 static void load_latent(Loader *ld, Layer *w), derive_latent(Config *c, uint64_t flags);
-static void load_nextn(Loader ld);
 
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
@@ -2109,8 +2100,7 @@ static void load_qk_norms(Loader *ld, Layer *w) {
     bool maverick = ld->m->config.n_expert == 128;   // the larger Llama 4 has none
     if (ld->arch->flags & QK_NORM_BARE && w->rotated && !maverick && !q->w)
         *q = *k = (Norm){.w = scaled(ld, NULL, w->hd, 1), .n = w->hd, .group = w->hd};
-    if (w->k.data && !q->w != !k->w)
-        require(ld, NULL, q->w ? "attn_k_norm" : "attn_q_norm", ".weight");
+    if (w->k.data && !q->w != !k->w) require(ld, NULL, q->w ? "attn_k_norm" : "attn_q_norm");
     w->heads_alone = (!q->w || q->n == w->hd) && (!k->w || k->n == w->hd);
 }
 
@@ -2120,18 +2110,14 @@ static void load_attention(Loader *ld, Layer *w) {
     const Tensor *fused = find_tensor(ld, "attn_qkv", ".weight");
     const Tensor *first = fused ? fused : find_tensor(ld, "attn_q", ".weight");
     int q = w->n_head * w->hd, k = w->n_kv * w->hd, v = w->n_kv * w->vd;
-    // Gemma 4: layers without attn_v use their keys, before the norm, as values
-    bool v_is_k = c->values_normed && !find_tensor(ld, "attn_v", ".weight");
-    const char *k_name = "!attn_k", *v_name = v_is_k ? k_name : "!attn_v";
     if (!w->n_head || !w->n_kv || w->n_head % w->n_kv || w->hd < 1 || w->vd < 1)
         refuse(ld, "layer %d: %d heads of %d and %d values cannot share %d KV heads", ld->l,
                w->n_head, w->hd, w->vd, w->n_kv);
     if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
-    bool borrows = load_source(ld, w);
-    if (borrows && !fused) {   // a file may still hold keys and values, which nobody reads
-        k_name = less_mark(k_name);
-        v_name = less_mark(v_name);
-    }
+    bool borrows = load_source(ld, w);   // a file may still hold k and v, which nobody reads
+    const char *k_name = borrows ? "attn_k" : "!attn_k", *v_name = borrows ? "attn_v" : "!attn_v";
+    // Gemma 4: layers without attn_v use their keys, before the norm, as values
+    if (c->values_normed && !find_tensor(ld, "attn_v", ".weight")) v_name = k_name;
     // only q's size tells that a model has gates: a head's rows are its query, then its gate
     if (!(ld->arch->flags & GATE) && first && w->hd == w->vd &&
         first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;
@@ -2161,7 +2147,7 @@ static int load_ffn(Loader *ld, const FfnNames *name, int cols, int ff, int n, M
     else *w[1] = load_matrix(ld, name->up, cols, ff, n);
     bool gated = c->act != ACT_RELU2 && (c->act != ACT_GELU || c->norm == NORM_RMS);
     bool alone = c->act == ACT_XIELU;   // up has no gate
-    if (gated && !alone) require(ld, w[0]->data, name->gate, ".weight");
+    if (gated && !alone) require(ld, w[0]->data, name->gate);
     if (alone && (w[0]->data || n > 1)) refuse(ld, "layer %d: xIELU with gates, or experts", ld->l);
     *w[2] = load_matrix(ld, name->down, ff, cols, n);
     return ff;
@@ -2204,8 +2190,7 @@ static void load_norms(Loader *ld, Layer *w) {
     if (!w->n_head && !w->attn_norm.w) w->attn_norm = w->ffn_norm;   // an FFN alone (Deci)
     bool bare = c->norm == NORM_BARE, no_ffn_norm = !w->ffn_norm.w && !w->ffn_post_norm.w;
     bool normed = ld->l == 0 && ld->m->embd_norm.w;   // already, by the norm of the embeddings
-    if (!bare && !normed && !w->attn_post_norm.w)
-        require(ld, w->attn_norm.w, "attn_norm", ".weight");
+    if (!bare && !normed && !w->attn_post_norm.w) require(ld, w->attn_norm.w, "attn_norm");
     w->side_by_side = attn_norm_2.w || ld->hints.side_by_side || (no_ffn_norm && !bare);
 }
 
@@ -2216,11 +2201,9 @@ static void load_window(Loader *ld, Layer *w) {
     const Arch *a = ld->arch;
     const Meta *key = arch_meta(ld, "attention.sliding_window_pattern");
     int pattern = ld->hints.pattern;
-    bool windows = a->period && c->window, sees_all = !pattern;
-    if (!key || key->type != GGUF_ARR) {
-        int full = a->flags & FULL_FIRST ? 0 : pattern - 1;   // which layer of a period
-        sees_all = pattern && ld->l % pattern == full;
-    }
+    int full = a->flags & FULL_FIRST ? 0 : pattern - 1;   // which layer of a period
+    bool windows = a->period && c->window, sees_all = pattern && ld->l % pattern == full;
+    if (key && key->type == GGUF_ARR) sees_all = !pattern;
     bool local = windows && !sees_all;
     w->window = local ? c->window : 0;
     w->hd = local ? ld->hints.hd_local : c->hd;
@@ -2268,13 +2251,11 @@ static void load_layer(Loader *ld, Layer *w) {
     else if (dense) w->ff = load_ffn(ld, &DENSE_NAMES, c->dim, w->ff, 1, ffn);
     bool feeds = w->up.data;
     if (!mixes) w->ffn_norm = w->attn_norm;   // a layer of one block has one norm
-    if (!feeds) {
-        w->attn_post_norm = w->ffn_post_norm;
-        w->attn_norm_2 = (Norm){0};
-    }
+    if (!feeds) w->attn_post_norm = w->ffn_post_norm;
+    if (!feeds) w->attn_norm_2 = (Norm){0};
     w->side_by_side = w->side_by_side && mixes && feeds;
     if (w->side_by_side && !w->ffn_norm.w && !(a->flags & MAY_BE_PARALLEL))
-        require(ld, NULL, "ffn_norm", ".weight");
+        require(ld, NULL, "ffn_norm");
     if (c->per_layer) load_inputs(ld, w);
 }
 
@@ -2351,11 +2332,9 @@ static void check_tensors(Loader *ld) {
             refuse(ld, "tensor %.*s: no part of a %s model of %d layers, as the engine knows it",
                    STR_ARG(t->name), c->name, c->n_layer);
     }
-    bool experts = false;
-    for (int l = 0; l < c->n_layer; l++) experts |= ld->m->layers[l].router.data != NULL;
     for (size_t i = 0; i < COUNT(NEEDS) && ld->ok; i++) {
         bool found = !find_str((Str){c->name, strlen(c->name)}, NEEDS[i].archs);
-        if (strstr(NEEDS[i].name, "exp") && !experts) found = true;
+        if (strstr(NEEDS[i].name, "exp") && !c->n_used) found = true;   // no layer has experts
         for (int l = -1; l < c->n_layer && !found; l++)
             found = layer_tensor(ld, l, NEEDS[i].name, "");
         if (!found) refuse(ld, "tensor %s is missing", NEEDS[i].name);
@@ -2467,10 +2446,8 @@ static void derive_config(Loader *ld) {
         refuse(ld, "hidden_activation '%.*s' is not supported", STR_ARG(act));
     c->n_layer -= ld->hints.n_layer_mtp;
     if (c->n_value) c->dv /= c->n_value;
-    if (c->kda) {
-        c->n_key = c->n_value = c->n_head;
-        c->dk = c->dv = c->kda;
-    }
+    if (c->kda) c->n_key = c->n_value = c->n_head;
+    if (c->kda) c->dk = c->dv = c->kda;
     if (c->n_layer < 1 || c->n_layer > (int64_t)ld->m->gguf->n_tensors)
         refuse(ld, "%d layers in a file of %zu tensors", c->n_layer, ld->m->gguf->n_tensors);
     if (c->n_group < 2) c->n_group = c->n_group_used = 1;
@@ -2527,7 +2504,7 @@ static bool weights_load(Model *m, Error *e) {
     m->freqs_long = load_vector(&ld, "rope_factors_long", ".weight", n_freqs);
     m->freqs_short = load_vector(&ld, "rope_factors_short", ".weight", n_freqs);
     if (!m->freqs_long != !m->freqs_short)
-        require(&ld, NULL, m->freqs_long ? "rope_factors_short" : "rope_factors_long", ".weight");
+        require(&ld, NULL, m->freqs_long ? "rope_factors_short" : "rope_factors_long");
     m->embd = load_matrix(&ld, "!token_embd", c->dim, 0, 1);
     m->output = load_matrix(&ld, "output", c->dim, 0, 1);
     if (!m->output.data) m->output = m->embd;   // the two are tied
@@ -2545,8 +2522,7 @@ static bool weights_load(Model *m, Error *e) {
     if (last) m->embd_norm = load_norm(&ld, "token_embd_norm", 1, c->dim);   // LFM2: of the output
     m->out_norm = load_norm(&ld, last ? "output_norm" : "token_embd_norm", 1, c->dim);
     if (!m->out_norm.w) m->out_norm = load_norm(&ld, "enc.output_norm", 1, c->dim);   // NeoBERT
-    if (c->norm != NORM_BARE && !c->encoder)
-        require(&ld, m->out_norm.w, "output_norm", ".weight");
+    if (c->norm != NORM_BARE && !c->encoder) require(&ld, m->out_norm.w, "output_norm");
     m->dense[0] = load_matrix(&ld, "dense_2", c->dim, 0, 1);
     m->dense[1] = load_matrix(&ld, "dense_3", m->dense[0].rows, 0, 1);
     if (c->per_layer) load_inputs(&ld, NULL);
@@ -2600,8 +2576,7 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 //   14 positions           learned ones, RoPE beyond the texts of training, ALiBi, far queries
 //   15 steps of blocks     activations, bounds, damaged values, gates of attention
 //   16 experts             in place of the FFN
-//   17 to 19               recurrent mixers, whose memory of earlier tokens has a fixed size: the
-//                          convolution, the delta rule, the state space, and layers that have one
+//   17 to 19               recurrent mixers: the convolution, the delta rule, the state space
 //   20 latent attention    keys and values are made of one short vector
 //   21 Gemma 4             borrowed caches, an input for each layer
 //   22 further tokens      a block behind the layers guesses them
@@ -2618,14 +2593,10 @@ static void add_embeddings(Session *s, float *x, size_t i) {
     const Model *m = s->m;
     const Config *c = &m->config;
     float *more = s->normed + i * c->dim;   // free until the first norm
-    if (m->pos_embd.data) {
-        matrix_row(&m->pos_embd, s->pos + i, more);
-        add_scaled(x, more, c->dim, 1);
-    }
-    if (m->type_embd.data) {
-        matrix_row(&m->type_embd, 0, more);
-        add_scaled(x, more, c->dim, 1);
-    }
+    if (m->pos_embd.data) matrix_row(&m->pos_embd, s->pos + i, more);
+    if (m->pos_embd.data) add_scaled(x, more, c->dim, 1);
+    if (m->type_embd.data) matrix_row(&m->type_embd, 0, more);
+    if (m->type_embd.data) add_scaled(x, more, c->dim, 1);
     if (m->embd_norm.w || c->embd_normed) norm(x, x, c->dim, &m->embd_norm, c->norm, c->eps);
 }
 
@@ -2688,8 +2659,7 @@ static void alibi_slopes(float *slope, int n_head, float max_bias) {
     int power = 1;   // 2^k
     while (2 * power <= n_head) power *= 2;
     for (int h = 0; h < n_head; h++) {
-        float step = h + 1;
-        if (h >= power) step = h - power + 0.5f;   // 2 (h - power) + 1 of 2 * power heads
+        float step = h < power ? h + 1 : h - power + 0.5f;   // 2 (h - power) + 1 of 2 * power
         slope[h] = exp2f(-max_bias * step / power);
     }
 }
@@ -2737,10 +2707,8 @@ INLINE void activate_as(float *out, const float *gate, const float *up, int n, i
     const float *x = gate ? gate : up;
     for (int i = 0; i < n; i++) {
         float g = x[i], u = gate ? up[i] : 1;
-        if (act == ACT_SWIGLU_OAI) {
-            g = g > 7 ? 7 : g;
-            u = 1 + within(u, 7);
-        }
+        if (act == ACT_SWIGLU_OAI) g = g > 7 ? 7 : g;
+        if (act == ACT_SWIGLU_OAI) u = 1 + within(u, 7);
         out[i] = activation_of(g, act) * u;
     }
 }
@@ -2937,7 +2905,7 @@ static void load_experts(Loader *ld, Layer *w) {
     if (w->n_used < 1 || w->n_used > n / c->n_group * c->n_group_used)
         refuse(ld, "a token uses %d of %d experts", w->n_used, n);
     c->n_used = larger(c->n_used, w->n_used);
-    w->router = load_unscaled(ld, "!ffn_gate_inp", c->dim, n, 1);   // its .scale is of its input
+    w->router = load_matrix(ld, "!ffn_gate_inp", c->dim, n, 1);
     w->router_bias = load_vector(ld, "exp_probs_b", ".bias", n);
     w->squeeze = load_matrix(ld, "ffn_latent_down", c->dim, 0, 1);
     bool squeezed = w->squeeze.data, gated = c->act != ACT_RELU2;
@@ -2954,7 +2922,7 @@ static void load_experts(Loader *ld, Layer *w) {
     if (scale) {   // a dense FFN stands beside the experts, as if it were a shared one
         w->router_norm = (Norm){scale, NULL, c->dim, c->dim, 0};
         w->router.scale = &c->router_scale;
-        require(ld, w->ffn_post_norm.w, "post_ffw_norm", ".weight");
+        require(ld, w->ffn_post_norm.w, "post_ffw_norm");
         w->expert_norm = load_norm(ld, "!pre_ffw_norm_2", 1, c->dim);
         w->shared_post = load_norm(ld, "!post_ffw_norm_1", 1, c->dim);
         w->expert_post = load_norm(ld, "!post_ffw_norm_2", 1, c->dim);
@@ -3029,13 +2997,10 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
         for (; k > 0 && score[e] > score[chosen[k - 1]]; k--) chosen[k] = chosen[k - 1];
         chosen[k] = e;
     }
-    for (int k = 0; k < n_used; k++) {
-        weight[k] = p[chosen[k]];
-        sum += weight[k];
-    }
+    for (int k = 0; k < n_used; k++) sum += p[chosen[k]];
     if (c->weights_normed) scale /= fmaxf(sum, 6.103515625e-5f);   // 2^-14
     if (isnan(scores)) scale = NAN;   // or nobody would notice a NaN that is not chosen
-    for (int k = 0; k < n_used; k++) weight[k] *= scale;
+    for (int k = 0; k < n_used; k++) weight[k] = scale * p[chosen[k]];
 }
 
 // Sorts choices by expert, into s->order. It is stable: no token's sum depends on its neighbours.
@@ -3511,8 +3476,7 @@ static void recurrent(Session *s) {
 // The cache holds two vectors of a token, which all heads share: c, from which each head could make
 // its key and its value, and r, a key with RoPE. But a head does not make them. It applies its
 // matrix Kb [lora][nope] once to its query, not to each c, and Vb [vd][lora] once to the sum of the
-// c's. So this is attention with one KV head, whose values are the first `lora` numbers of its
-// keys:
+// c's. So this is attention with one KV head, whose keys begin with its values:
 //
 //   c | r = A h                      of each token; the cache has its row, norm(c) | rope(r)
 //   q = Qb norm(Qa h), or Q h        of each head; its parts are nope | rotated
@@ -3565,9 +3529,8 @@ static void load_latent(Loader *ld, Layer *w) {
     w->q = load_matrix(ld, w->q_a.data ? "!attn_q_b" : "!attn_q", from, n * hd, 1);
     w->k = load_matrix(ld, "!attn_kv_a_mqa", c->dim, w->hd, 1);
     w->latent_norm = load_norm(ld, "!attn_kv_a_norm", 1, c->lora);
-    w->k_b = load_matrix(ld, "attn_k_b", nope, c->lora, n);
-    const char *kv_b = w->k_b.data || c->kda ? "attn_kv_b" : "!attn_kv_b";
-    if (c->kda) require(ld, w->k_b.data, "attn_k_b", ".weight");   // none is known without
+    w->k_b = load_matrix(ld, c->kda ? "!attn_k_b" : "attn_k_b", nope, c->lora, n);
+    const char *kv_b = w->k_b.data ? "attn_kv_b" : "!attn_kv_b";
     Matrix both = load_matrix(ld, kv_b, c->lora, n * (nope + vd), 1);
     if (w->k_b.data) w->v_b = load_matrix(ld, "!attn_v_b", c->lora, vd, n);
     else {   // one tensor has, for each head, rows for keys and rows for values
@@ -3627,23 +3590,19 @@ static void head_products(Session *s, const Matrix *w, const float *x, float *ou
 
 static void latent_attention(Session *s) {
     const Layer *w = &s->m->layers[s->l];
-    bool two = w->q_a.data;   // products that make q
+    bool two = w->q_a.data, gates = w->attn_gate.data;   // two products make q
     int n = s->n;
     Matmul in[] = {{&w->k, s->normed, s->k, n}, {&w->q, s->normed, s->mix, n}};
     if (two) in[1] = (Matmul){&w->q_a, s->normed, s->z, n};
     matmul(s->pool, &s->op_scratch, in, 2);
-    if (two) {
-        each_row(s, latent_query_row, &w->q_a_norm, n);
-        product(s, &w->q, s->z, s->mix);
-    }
+    if (two) each_row(s, latent_query_row, &w->q_a_norm, n);
+    if (two) product(s, &w->q, s->z, s->mix);
     each_row(s, latent_row, w, n);
     head_products(s, &w->k_b, s->mix, s->q);
     attend(s);
     head_products(s, &w->v_b, s->att, s->mix);
-    if (w->attn_gate.data) {
-        product(s, &w->attn_gate, s->normed, s->z);
-        gate_attention(s, s->mix, w->v_b.rows);
-    }
+    if (gates) product(s, &w->attn_gate, s->normed, s->z);
+    if (gates) gate_attention(s, s->mix, w->v_b.rows);
     product(s, &w->o, s->mix, s->out);
 }
 
@@ -8398,8 +8357,7 @@ typedef struct {
 
 // all of one call of the program
 typedef struct {
-    // What was asked for: main sets defaults, parse_options the rest; later sampling_defaults and
-    // start_session change `o`.
+    // What was asked for: main sets defaults, parse_options the rest; the model may change `o`.
     const char *model, *prompt, *file, *logits, *ppl, *gpu, *system, *think, *template_file;
     bool help, version, chat, answer_once, render, special, hide_prompt, tokenize, embed;
     bool info, verbose, chat_by_default;   // the last: a chat, since nothing was asked for
@@ -8426,7 +8384,7 @@ typedef struct {
     // evaluated, in so many passes; seconds before and after first ones.
     size_t n_prompts, n_reused, n_new, n_decoded, n_passes;
     double prefill, decode;
-    struct { double start; int done; bool shown; } progress;   // of an evaluation
+    struct { double start; size_t before; bool shown; } progress;   // before: n_prompts so far
     // A chat: chat_open begins it, run_chat goes on with it.
     ChatMessage *message;            // [n_message], each owns its content
     size_t n_message;
@@ -8480,6 +8438,8 @@ __attribute__((constructor)) static void catch_faults(void) {
     signal(SIGBUS, on_fault);
     signal(SIGILL, on_fault);
 }
+
+#define note(format, ...) fprintf(stderr, "note: " format "\n", ##__VA_ARGS__)
 
 enum { SWITCH, TEXT, NUMBER, INTEGER, SEED, LIST, PAIR };
 typedef struct {
@@ -8601,8 +8561,8 @@ static bool read_option(Cli *cli, char **argv, int *i) {
 
 static bool uses_template(const Cli *cli) { return cli->chat || cli->answer_once || cli->render; }
 
-// Do the options go together? prompts: how many texts and lists of ids they give
-static bool check_options(Cli *cli, int prompts) {
+// Do the options go together? texts: how many prompts and lists of ids they give
+static bool check_options(Cli *cli, int texts) {
     bool measures = cli->bench.id || cli->info;   // these need no prompt
     bool chats = cli->chat || cli->answer_once;   // which may also be rendered, or tokenized
     const bool modes[] = {cli->chat, cli->answer_once, cli->render && !chats,
@@ -8614,7 +8574,7 @@ static bool check_options(Cli *cli, int prompts) {
     if (n_modes > 1)
         return fail(&cli->e, "two modes: give one of -i, --chat, --render, --tokenize, --logits, "
                     "--embed, --ppl, --bench and --info");
-    if (measures && prompts)
+    if (measures && texts)
         return fail(&cli->e, "--bench takes P,N, --info nothing: no PROMPT goes with these");
     if (cli->verbose && !cli->info) return fail(&cli->e, "-v is for --info");
     if (cli->gpu && !find_str(str(cli->gpu), "chain block"))
@@ -8625,10 +8585,9 @@ static bool check_options(Cli *cli, int prompts) {
         return fail(&cli->e, "--system, --think and --template are for -i, --chat and --render");
     if (uses_template(cli) && cli->ids.id)
         return fail(&cli->e, "-i, --chat and --render take text, not --tokens");
-    if (prompts > 1)
-        return fail(&cli->e, "two prompts: give one of \"PROMPT\", -p, -f, --tokens and --ppl");
+    if (texts > 1) return fail(&cli->e, "two prompts: give \"PROMPT\", -p, -f, --tokens or --ppl");
     if (!cli->model) return fail(&cli->e, "no MODEL.gguf given; see --help");
-    return prompts || cli->chat || cli->render || measures ||
+    return texts || cli->chat || cli->render || measures ||
            fail(&cli->e, "no PROMPT given; -f - reads it from standard input; see --help");
 }
 
@@ -8871,7 +8830,7 @@ static bool chat_open(Cli *cli) {
     if (!ok || (system && !chat_system(cli, &cli->said))) return false;
     if (cli->think && chat_render(cli, &trial, 1, 0, &off) &&
         chat_render(cli, &trial, 1, 1, &on) && !strcmp(on.text, off.text))
-        fputs("note: the chat template has no switch for --think\n", stderr);
+        note("the chat template has no switch for --think");
     rendered_free(&on);
     rendered_free(&off);
     return (!cli->answer_once && !cli->render) || chat_ids(cli);
@@ -9064,9 +9023,8 @@ static double token_bytes(const Session *s, int pos) {
         if (!t->used || (str_cut(&rest, "blk.") && atoi(rest.s) >= c->n_layer)) continue;
         bool row = t->data == m->pos_embd.data || t->data == m->embd.data ||
                    t->data == m->layer_embd.data;
-        bool experts = memmem(t->name.s, t->name.n, "_exps.", 6);
         double times = rest.n < t->name.n ? c->n_loops : 1;   // of a layer
-        if (experts) times *= (double)c->n_used / c->n_expert;
+        if (memmem(t->name.s, t->name.n, "_exps.", 6)) times *= (double)c->n_used / c->n_expert;
         if (row && t->data != m->output.data) sum += quant_row_bytes(t->type, t->ne[0]);
         else sum += tensor_bytes(t) * times;
     }
@@ -9137,11 +9095,10 @@ static bool on_chunk(void *ctx, int reused, int done, int n) {
     Cli *cli = ctx;
     bool begins = done == reused, ends = done == n || interrupted;
     if (begins) cli->progress.start = now();
-    if (begins) cli->progress.done = 0;
+    if (begins) cli->progress.before = cli->n_prompts;
     if (begins && cli->began) cli->n_passes++;
     else if (begins) cli->n_reused += reused;
-    if (!cli->began) cli->n_prompts += done - cli->progress.done;
-    cli->progress.done = done;
+    if (!cli->began) cli->n_prompts = cli->progress.before + done;
     char text[80] = "";
     if (!ends) snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
                         (done - reused) / (now() - cli->progress.start));
@@ -9211,43 +9168,37 @@ static bool key_matters(const Meta *v, const char *arch, float base) {   // base
 
 // Notes each key that matters and that no code has read, and patterns longer than all layers.
 static void print_unread(const Model *m) {
-    char arch[110], blocks[130];
+    char arch[110];
     snprintf(arch, sizeof arch, "%.*s.", STR_ARG(gguf_str(m->gguf, "general.architecture")));
-    snprintf(blocks, sizeof blocks, "%sblock_count", arch);
-    uint64_t n_layer = gguf_int(m->gguf, blocks, m->config.n_layer);
     for (const Meta *v = m->gguf->meta; v < m->gguf->meta + m->gguf->n_meta; v++) {
-        Str rest = v->key;
-        bool list = v->type == GGUF_ARR && str_cut(&rest, arch) && find_str(rest, PATTERNS);
-        if (list && v->n > n_layer)
-            fprintf(stderr, "note: key %.*s has %llu values for %d layers\n", STR_ARG(v->key),
-                    (unsigned long long)v->n, (int)n_layer);
+        if (v->n_layer)
+            note("key %.*s has %llu values for %d layers", STR_ARG(v->key),
+                 (unsigned long long)v->n, v->n_layer);
         if (!v->used && key_matters(v, arch, m->config.rope_base[FULL]))
-            fprintf(stderr, "note: key %.*s is not used\n", STR_ARG(v->key));
+            note("key %.*s is not used", STR_ARG(v->key));
     }
 }
 
 static void print_notes(const Cli *cli) {
     const Session *s = &cli->s;
-    int n = cli->ids.n, window = s->o.window, n_ctx = cli->m.config.n_ctx;
-    if (*cli->m.tokenizer->note) fprintf(stderr, "note: %s\n", cli->m.tokenizer->note);
-    if (s->m) print_unread(&cli->m);
+    const Config *c = &cli->m.config;
+    int n = cli->ids.n, window = s->o.window;
+    if (*cli->m.tokenizer->note) note("%s", cli->m.tokenizer->note);
+    if (!s->m) return;   // the model did not run
+    print_unread(&cli->m);
     if (*cli->m.nextn_idle.text)
-        fprintf(stderr, "note: a nextn (MTP) block, which guesses tokens, is not used: %s\n",
-                cli->m.nextn_idle.text);
-    if (cli->gpu && s->m && !s->gpu)
-        fprintf(stderr, "note: --gpu %s: the model ran on the CPU\n", cli->gpu);
-    if (s->m && cli->o.keep >= window)
-        fprintf(stderr, "note: --keep %d pins as many tokens as the window of %d has, or more\n",
-                cli->o.keep, window);
-    if (s->m && cli->o.window > window)
-        fprintf(stderr, "note: -c %d: beyond that this model chooses what it attends to, which the "
-                "engine does not know\n", window);
-    else if (cli->o.window > n_ctx && s->m)
-        fprintf(stderr, "note: %s %d is larger than the model's context of %d\n",
-                cli->m.config.causal ? "-c" : "the text's length", window, n_ctx);
-    if (n > window && s->m && cli->m.config.hd && !cli->ppl && !cli->bench.id && !cli->chat)
-        fprintf(stderr, "note: the first %d tokens of the prompt are out of sight; "
-                "-c %d keeps them\n", n - window, n);
+        note("a nextn (MTP) block, which guesses tokens, is not used: %s", cli->m.nextn_idle.text);
+    if (cli->gpu && !s->gpu) note("--gpu %s: the model ran on the CPU", cli->gpu);
+    if (cli->o.keep >= window)
+        note("--keep %d pins as many tokens as the window of %d has, or more", cli->o.keep, window);
+    if (cli->o.window > window)
+        note("-c %d: beyond that this model chooses what it attends to, which the engine does not "
+             "know", window);
+    else if (cli->o.window > c->n_ctx)
+        note("%s %d is larger than the model's context of %d",
+             c->causal ? "-c" : "the text's length", window, c->n_ctx);
+    if (n > window && c->hd && !cli->ppl && !cli->bench.id && !cli->chat)
+        note("the first %d tokens of the prompt are out of sight; -c %d keeps them", n - window, n);
     print_statistics(cli);
 }
 
@@ -9258,8 +9209,8 @@ static bool chat_answer(Cli *cli) {
     bool ok = chat_ids(cli) && (reply(cli) || interrupted == STOP);
     bool outgrown = cli->m.config.hd && !s->o.keep && s->history.n > (size_t)s->o.window;
     if (outgrown && !cli->outgrown)
-        fputs("note: the chat's beginning, a system message first, goes out of sight now; --keep N "
-              "pins the first N tokens\n", stderr);
+        note("the chat's beginning, a system message first, goes out of sight now; --keep N pins "
+             "the first N tokens");
     cli->outgrown = outgrown;
     if (interrupted == STOP) interrupted = cli->e.text[0] = 0;
     if (a->n && strstr(a->s, "<|channel|>")) a->n = 0;   // gpt-oss has only thought
@@ -9634,7 +9585,7 @@ static bool run(Cli *cli) {
     if (cli->answer_once) return reply(cli);
     // continue the prompt, which is printed first
     if (cli->template.n && isatty(STDERR_FILENO))
-        fputs("note: --chat answers as this model was trained to; this continues a text\n", stderr);
+        note("--chat answers as this model was trained to; this continues a text");
     if (cli->text.s && !cli->hide_prompt) fwrite(cli->text.s, 1, cli->text.n, stdout);
     cli->detokenizer.started = cli->text.n > 0;
     return reply(cli);

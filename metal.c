@@ -1443,11 +1443,12 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
 static void run_rule(Session *s, const Layer *w, int n, int first) {
     const Config *c = &s->m->config;
     bool fused = w->beta_alpha.data, asks = w->mixer == MIX_DELTA, kda = c->kda;
+    bool guesses = s->o.draft > 0 && n > 1 && !first;   // there may be some
     int share = c->n_value / c->n_key, block = is_few(s, n) ? 1 : BLOCK_MAX, rows = larger(n, FEW);
     const float *conv = n > FEW ? s->gpu->conv : s->kept + s->l * s->n_kept;
     const float *alpha = conv + rows * w->conv_in.rows;
     const float *beta = fused ? alpha : alpha + rows * c->n_value * larger(c->kda, 1);
-    struct delta_args b = {n, first, c->n_key, c->n_value, c->dv, c->key_tiled,
+    struct delta_args b = {n, first, guesses, c->n_key, c->n_value, c->dv, c->key_tiled,
                            fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps,
                            c->kda_lower};
     if (fused) alpha += share;
@@ -1486,7 +1487,7 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     if (apart && !kda) run_products(s, m + 2, 2, in, to + 2, n, STORE);
     if (two) run_product(s, &w->alpha, (Input){s->att, NULL}, alpha, n, STORE);
     if (z_two) run_product(s, &w->z, (Input){z_in, NULL}, s->z, n, STORE);
-    struct conv_args a = {n, channels, past};
+    struct conv_args a = {n, channels, past, s->o.draft > 0};
     run_kernel(s, a, "delta_conv", {s->mix, cache->conv, w->conv, w->conv_bias, s->att, s->z,
                                     conv, s->gpu->now}, 8,
                UNITS(div_up(channels, SIMD_LANES) * div_up(n, CONV_TOKENS)), 0,

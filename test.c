@@ -5608,7 +5608,7 @@ static void check_few_gpu(const Model *m, const int32_t *first, int n) {
         CHECK(same, "%s -c %d: -b %d has other bits than -b 1", m->config.name, o.window, o.chunk);
     }
     if (!m->config.causal) return;
-    Session *s = open_gpu(m, (Options){.chunk = FEW, .keep = 2, .threads = 1});
+    Session *s = open_gpu(m, (Options){.chunk = FEW, .keep = 2, .threads = 1, .draft = 2});
     Rows c = {s, rows[1], V};
     last_row(s, ids, 4, rows[1]);
     for (int p = 4; p < 12 && tokens_room(&s->history, 16); p += 2) {   // one of two guesses stands
