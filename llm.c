@@ -3131,7 +3131,9 @@ enum { CONV_CHANNELS = 64 };   // that one call takes
 //
 // LFM2 has gates in place of SiLU. s->mix holds the last `past` rows before the chunk, from the
 // cache, and behind them the chunk's rows. So the inputs of token t are rows t .. t + past, and its
-// result can take the place of row t, because no later token reads that row. Guesses' rows stay.
+// result can take the place of row t, because no later token reads that row. The cache then keeps
+// the last `past` rows before the chunk's guesses, and the guesses' rows: if some of these stood,
+// the next pass begins to read that many rows later.
 static void delta_conv(Session *s, const void *arg, size_t call) {
     const Layer *w = arg;
     size_t channels = w->conv_in.rows, at = call * CONV_CHANNELS;   // first channel
@@ -3326,10 +3328,11 @@ static __attribute__((unused)) void plain_memory(Session *s, const Layer *w, Str
     }
 }
 
-static void memory_strip(Session *s, const Layer *w, Strip a);   // or Part V's faster one
+static void memory_strip(Session *s, const Layer *w, Strip a);   // plain_memory, or Part V's
 
-// Strip i of S over all tokens: first those of the last chunk that were guesses and stood, whose
-// rows are behind those of this one; its own guesses change a copy.
+// A state cannot forget a guess that was wrong. So guesses change a copy, `trial`, and their inputs
+// are kept. The next pass applies the kept inputs of those that stood before its own tokens: no
+// product of matrices runs twice. Here strip i of S sees all that.
 static void delta_strip(Session *s, const void *w, size_t i) {
     int n = s->n, sure = n - s->guesses;
     size_t size = (size_t)s->m->config.dk * DELTA_ROWS;
@@ -3342,7 +3345,8 @@ static void delta_strip(Session *s, const void *w, size_t i) {
     memory_strip(s, w, (Strip){i, trial, sure, n});
 }
 
-// Copies inputs of the rule: those that were kept, behind the chunk's rows; then its guesses' ones.
+// Puts the kept inputs of guesses that stood behind the chunk's rows, where delta_strip reads them,
+// and keeps those of this chunk's guesses.
 static void keep_inputs(Session *s, const Layer *w) {
     size_t n = s->n, h = s->m->config.n_value, stood = s->pos - s->seen;
     size_t width[] = {w->conv_in.rows, h * larger(s->m->config.kda, 1), h};
@@ -3708,7 +3712,8 @@ static void load_nextn(Loader ld) {
     Config *c = &m->config;
     ld.e = &m->nextn_idle;
     for (int i = 0; i < ld.hints.n_layer_mtp && ld.ok; i++) {
-        Layer *w = &m->layers[ld.l = c->n_layer + i];
+        ld.l = c->n_layer + i;
+        Layer *w = &m->layers[ld.l];
         if (!layer_tensor(&ld, ld.l, "nextn.eh_proj", ".weight")) return;
         load_layer(&ld, w);
         if (ld.arch->no_rope != 1) w->rotated = w->n_rot > 0;   // whatever its place (Cohere 2)
@@ -3752,8 +3757,9 @@ static void pair_row(Session *s, const void *arg, size_t i) {   // to s->normed 
 // n tokens at pos .. pos+n-1 pass a block, which leaves x in s->x
 static void nextn_forward(Session *s, int block, const int32_t *ids, int n, int pos) {
     const Config *c = &s->m->config;
-    const Layer *w = &s->m->layers[s->l = c->n_layer + block];
+    const Layer *w = &s->m->layers[c->n_layer + block];
     assert(n > 0 && n <= s->o.chunk);
+    s->l = c->n_layer + block;
     if (ids && gpu_nextn(s, block, ids, n, pos)) return;
     s->ids = ids;
     s->n = n;
@@ -3773,7 +3779,8 @@ static void nextn_follow(Session *s, const int32_t *ids, int end) {
     s->nextn_pos = end;
 }
 
-// Returns the best id of the last row in a block, and makes its state. *chance *= its probability
+// Returns the best id of the last row in a block, and makes its state. Multiplies *chance by the
+// id's probability.
 static int32_t nextn_best(Session *s, double *chance) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
@@ -3784,7 +3791,8 @@ static int32_t nextn_best(Session *s, double *chance) {
     norm(s->normed, x, c->dim, &w->out_norm, kind, c->eps);
     matmul(s->pool, &s->op_scratch, &(Matmul){&w->output, s->normed, s->logits, 1}, 1);
     memcpy(state_at(s, s->pos + last), c->nextn_raw ? x : s->normed, c->dim * sizeof *x);
-    for (int i = 1; i < w->output.rows; i++) best = logits[i] > logits[best] ? i : best;
+    for (int i = 1; i < w->output.rows; i++)
+        if (logits[i] > logits[best]) best = i;
     for (int i = 0; i < w->output.rows; i++)
         sum += exp_fast((logits[i] - logits[best]) * c->logit_scale);
     *chance /= sum;   // exp(0) / sum
@@ -3827,7 +3835,7 @@ static void widen(Widths *most, const Layer *w) {   // so that layer w fits
 // The states of recurrent layers lie side by side, so that a snapshot is one copy.
 static void plan_states(Session *s, Arena *a) {
     const Config *c = &s->m->config;
-    uint64_t start = a->used, f = sizeof(float), size = 0;
+    uint64_t start = a->used, f = sizeof(float), trial = 0;
     s->recurrent = arena_take(a, 0, f);   // no bytes: where the first one begins
     for (int l = 0; l < c->n_layer; l++) {
         const Layer *w = &s->m->layers[l];
@@ -3836,12 +3844,13 @@ static void plan_states(Session *s, Arena *a) {
         uint64_t inputs = w->conv_in.rows + c->n_value * (1 + larger(c->kda, 1));
         s->n_kept = larger(s->n_kept, FEW * inputs);
         if (w->mixer == MIX_CONV) continue;
-        s->cache[l].state = arena_take(a, size = delta_state_size(c), f);
+        trial = delta_state_size(c);
+        s->cache[l].state = arena_take(a, trial, f);
     }
     s->n_recurrent = (a->used - start) / f;
     s->saved = arena_take(a, s->n_recurrent, f);
     s->kept = arena_take(a, c->n_layer * s->n_kept, f);
-    s->trial = arena_take(a, size, f);
+    s->trial = arena_take(a, trial, f);
 }
 
 static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes);   // of the states
@@ -8251,7 +8260,8 @@ static int draft_ids(Session *s, int n, int most) {
     if (n_block > 1) most = smaller(most, n_block);
     nextn_follow(s, text, n);   // the last row makes the first guess
     for (int k = 0; k < most; k++) {
-        int block = n_block > 1 ? k : 0, from = block ? n : n + k - 1;   // which it has not seen
+        int block = n_block > 1 ? k : 0;
+        int from = block ? n : n + k - 1;   // the first guess that the block has not seen
         if (k) nextn_forward(s, block, text + from, n + k - from, from);
         text[n + k] = nextn_best(s, &chance);
         if (!(chance >= 0.4)) return k;   // nor if it is NaN
