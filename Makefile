@@ -58,14 +58,14 @@ $(BUILDS): test.c $(ENGINE)
 # what the checkers run each time (`make valgrind`: all, slowly): AddressSanitizer talks into
 # metal_models, valgrind does not follow the command line. Kernels run where words are as on GPUs
 ALL = $(shell sed -n '/^static const Test TESTS/,/^}/{s/T(\([a-z_]*\))/\1/g; /^    /p;}' test.c)
-MEMORY = $(filter-out metal_shapes tokenizer_linear unicode_tables, $(ALL))
+MEMORY = $(filter-out metal_models metal_shapes tokenizer_linear unicode_tables, $(ALL))
 CHECKER = valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-kinds=definite,indirect
 test_native.log: llm
 test_native.log: RUN = env LLM="./llm --cpu" ./test_native $(filter-out metal_k% metal_s%, $(ALL))
 test_plain.log: RUN = ./test_plain --quick $(filter-out metal_% cli_% guesses, $(ALL)) cli_numbers
 test_words.log: RUN = ./test_words --quick formats formats_grids $(filter metal_k% metal_m% metal_s%, $(ALL))
 test_book.log: RUN = ./test_book --quick $(filter-out metal_% cli_%, $(ALL)) cli_completion
-test_asan.log: RUN = ./test_asan --quick $(filter-out metal_k% metal_models, $(MEMORY)) && \
+test_asan.log: RUN = ./test_asan --quick $(filter-out metal_k% cli_numbers, $(MEMORY)) && \
     ./test_asan --quick --quick metal_kernels
 test_avx2.log: RUN = $(CHECKER) ./test_avx2 --quick --quick $(filter-out cli_% metal_k%, $(MEMORY))
 test_%.log: test_%
@@ -81,7 +81,7 @@ SUM = awk '/^== / { name = substr($$0, 4) } \
 
 # you changed something: all that can be checked on this machine, in some 6 minutes, two builds or
 # runs at a time, the longest first; each says when it begins and how it ends, the logs come last
-CHECKS = $(if $(shell command -v valgrind 2>&1),avx2) asan native plain words book
+CHECKS = native $(if $(shell command -v valgrind 2>&1),avx2) asan words plain book
 test:
 	@rm -f test*.log
 	@$(MAKE) --no-print-directory -j2 $(CHECKS:%=test_%.log)

@@ -5611,14 +5611,16 @@ static void check_few_gpu(const Model *m, const int32_t *first, int n) {
     Session *s = open_gpu(m, (Options){.chunk = FEW, .keep = 2, .threads = 1, .draft = 2});
     Rows c = {s, rows[1], V};
     last_row(s, ids, 4, rows[1]);
-    for (int p = 4; p < 12 && tokens_room(&s->history, 16); p += 2) {   // one of two guesses stands
+    bool may = s->o.draft && tokens_room(&s->history, 16);   // guess
+    for (int p = 4; may && p < 12; p += 2) {   // one of two guesses stands
         Request r = {s->history.id, p + 3, p, .fn = keep_row, .ctx = &c, .guesses = 2};
         memcpy(s->history.id, ids, (p + 2) * sizeof *ids);
         s->history.id[p + 2] = !ids[p + 2];
         CHECK(session_run(s, r, &(Error){""}), "%s", m->config.name);
         s->history.n = p + 2;
     }
-    CHECK(!memcmp(rows[0] + 4 * V, rows[1] + 4 * V, 8 * V * sizeof **rows), "bits behind a guess");
+    CHECK(!may || !memcmp(rows[0] + 4 * V, rows[1] + 4 * V, 8 * V * sizeof **rows),
+          "%s: bits behind a guess", m->config.name);
     Sampling how = {.top_p = 1, .repeat_penalty = 1, .seed = 3};
     for (int i = 0; i < 16; i++) ids[i] = first[i % 5];
     if (m->config.n_nextn) ((Model *)m)->config.logit_scale *= 1e6f;   // blocks are sure
@@ -5665,7 +5667,7 @@ static void check_golden_gpu(const char *name) {
     soft.order = order++ % ORDERS;
     if (ringed) n = before_tie(g.m, whole, g.ids, n, margin);
     compare_model(g.m, whole, g.ids, n, g.want, g.limit, g.limit);
-    if (ringed) n = before_tie(g.m, ring, g.ids, smaller(n, 32), margin);   // it wraps at 20
+    if (ringed) n = before_tie(g.m, ring, g.ids, smaller(n, 24), margin);   // it wraps at 20
     if (ringed) compare_model(g.m, ring, g.ids, n, NULL, g.limit, g.limit);
     // the second has post-norms, the third limits in an FFN: both rule a block out
     whole.gpu_block = strstr(" llama gemma2 step35-clamp.f16 ", text_of(" %s ", name));
