@@ -79,7 +79,7 @@ SUM = awk '/^== / { name = substr($$0, 4) } \
         if (bad) print "FAILED: " name; said = bad = 0 } \
     END { printf "%d passed, %d failed, %d skipped\n", p, f, s; exit f > 0 || p == 0 }' test.log
 
-# you changed something: all that can be checked on this machine, in some 6 minutes, two builds or
+# you changed something: all that can be checked on this machine, in some 8 minutes, two builds or
 # runs at a time, the longest first; each says when it begins and how it ends, the logs come last
 CHECKS = native $(if $(shell command -v valgrind 2>&1),avx2) asan words plain book
 test:
