@@ -408,7 +408,7 @@ struct weigh_args { int32_t dim, n_used, shared, weighed, sorted; float factor; 
 struct conv_args { int32_t n, channels, past, guesses; };   // guesses: there may be some
 struct gate_args { int32_t n, each, softplus; };
 struct delta_args {
-    int32_t n, first, guesses;             // tokens; row of their inputs, 0 in a pass; see conv_args
+    int32_t n, first, guesses;             // tokens; row of their inputs, 0 in a pass
     int32_t n_key, n_value, dv, tiled;     // tiled: see key_tiled in llm.c
     int32_t share, step;                   // alpha, beta: heads side by side; floats of a token
     float eps, lower;                      // lower: see kda_lower in llm.c
@@ -2876,7 +2876,11 @@ kernel void delta_conv(device const float *mix, device float *state, device cons
     if (i >= channels) return;
     mix += i;
     state += i;
-    int stood = a->guesses ? now[NOW_STOOD] : 0, sure = a->n - (a->guesses ? now[NOW_GUESSES] : 0);
+    int stood = 0, sure = a->n;
+    if (a->guesses) {
+        stood = now[NOW_STOOD];
+        sure -= now[NOW_GUESSES];
+    }
     device const float *old = state + (ulong)stood * channels;
     b += i;
     taps += (ulong)i * (a->past + 1);

@@ -2115,7 +2115,8 @@ static void load_attention(Loader *ld, Layer *w) {
                w->n_head, w->hd, w->vd, w->n_kv);
     if (c->alibi && w->n_head != c->n_head) refuse(ld, "ALiBi: want %d heads a layer", c->n_head);
     bool borrows = load_source(ld, w);   // a file may still hold k and v, which nobody reads
-    const char *k_name = borrows ? "attn_k" : "!attn_k", *v_name = borrows ? "attn_v" : "!attn_v";
+    const char *k_name = borrows ? "attn_k" : "!attn_k";
+    const char *v_name = borrows ? "attn_v" : "!attn_v";
     // Gemma 4: layers without attn_v use their keys, before the norm, as values
     if (c->values_normed && !find_tensor(ld, "attn_v", ".weight")) v_name = k_name;
     // only q's size tells that a model has gates: a head's rows are its query, then its gate
@@ -8751,7 +8752,8 @@ static bool chat_save(Cli *cli, const char *path) {
     bool beside = old && !access(old, W_OK) && !stat(old, &st) && S_ISREG(st.st_mode);
     if (beside) snprintf(part, sizeof part, "%s.%d", old, (int)getpid());
     const char *name = beside ? part : path;
-    FILE *f = strcmp(path, "-") ? fopen(name, "wx") : stdout, *made = f == stdout ? NULL : f;
+    FILE *f = strcmp(path, "-") ? fopen(name, "wx") : stdout;
+    FILE *made = f == stdout ? NULL : f;
     if (!f && !beside) f = fopen(path, "w");   // a device, or a link to where nothing is
     if (f && beside) fchmod(fileno(f), st.st_mode);
     for (const ChatMessage *m = cli->message; f && m < cli->message + cli->n_message; m++) {

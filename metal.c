@@ -1549,7 +1549,8 @@ static void run_residual(Session *s, const Layer *l, Residual r, int n) {
     bool again = r.post == &l->attn_post_norm && l->attn_norm_2.w;
     bool sum_last = r.post->w && !c->encoder;   // behind the norm
     Epilogue add = {.kind = EPILOGUE_ADD, .other = r.base, .factor = c->residual_scale};
-    float *to = again ? r.tmp : r.y, *product = sum_last ? r.tmp : to;
+    float *to = again ? r.tmp : r.y;
+    float *product = sum_last ? r.tmp : to;
     if (r.w) run_product(s, r.w, (Input){r.in, NULL}, product, n, sum_last ? STORE : add);
     else run_experts_end(s, l, product, n, sum_last ? STORE : add);
     if (r.post == last && l->out_scale) add.scale = *l->out_scale;
