@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT
 // llm.c: an engine for language models in GGUF files (llama.cpp's file format), in this file,
-// quant.h and, for a GPU, metal.c: a book to be read from the front.
+// quant.h, families.h and, for a GPU, metal.c: a book to be read from the front.
 //
-//   ./llm model.gguf "Once upon a time"          cc -O3 -march=native llm.c -lm -lpthread
+//   cc -O3 -march=native llm.c -o llm -lm -lpthread
+//   ./llm model.gguf "Once upon a time"
 //
-// Part I is the model: how tokens become logits, and logits the next token,
-// in plain C. It has what a Llama needs; other families add a branch or a call into Part III. It
-// declares what the other parts provide, and defines the two large operations, matrix product and
-// attention, in plain loops: with -DLLM_PLAIN every model runs on these alone.
+// Part I is the model: how tokens become logits, and logits the next token, in plain C. It has what
+// a Llama needs, and no more: where another family differs, it calls a function of Part III. It
+// defines the two large operations, matrix product and attention, in plain loops: with -DLLM_PLAIN
+// every model runs on these alone.
 //
 //   I    the model     base, types, prototypes, ops, forward, session, sampler, generate
 //   II   the file      GGUF, architectures, loading
@@ -20,10 +21,10 @@
 // Short names: n is the number of tokens in a call, pos the position of the first, l a layer, h a
 // head and hd its width, dim the width of the residual stream (the vector per token that all layers
 // add to), ff the width of a feed-forward network (FFN); m is a Model, c its Config, s a Session
-// (one conversation), w weights (a Layer, a Matrix, a Norm), e an Error. In ops n is the width of a
-// row; in the sampler c is the candidates and l logits; Part IV has other names. Shapes stand
-// outermost first: x [n][dim] is n rows of dim floats, and a row of a chunk is a token's. The KV
-// cache holds the keys and values of earlier tokens, so that each is made only once.
+// (one conversation), w weights (a Layer, a Matrix, a Norm), e an Error. Sections 5 and 9 and Part
+// IV have names of their own. A shape lists its outermost dimension first: x [n][dim] is n rows of
+// dim floats, and a row of a chunk is a token's. The KV cache holds the keys and values of earlier
+// tokens, so that each is made only once.
 //
 // As a library: #define LLM_NO_MAIN, #include "llm.c" before any other header. A program calls
 //
@@ -35,16 +36,16 @@
 //       in this order, also after a failed open; a zeroed struct is fine
 //   const float *session_eval(Session *, ids, n, Error *)
 //       returns the logits, a score for each id that may come next, valid until the next call;
-//       NULL: an error. ids is the whole text so far; of what the cache holds of it only the last
-//       id may run again
+//       NULL: an error. ids is the whole text so far; ids that are cached are not run again, the
+//       last one excepted
 //   int32_t session_sample(Session *, logits)
 //       draws the next id, as Options.sampling says
 //   bool session_generate(Session *, ids, n, n_predict, OnToken, Error *)
 //       evaluates ids, and hands out one id after the other of what follows them
 //   tokens_add, tokenize, detokenize, template_render: see Part IV
 //
-// Only Part VI calls exit. Only Part VI prints, except that the progress of loading onto a GPU is
-// shown on a terminal, and why a GPU fails on stderr. A call takes less than 512 KB of stack.
+// Only Part VI calls exit. Only Part VI prints. (Loading onto a GPU shows progress on a terminal,
+// and a GPU that fails says why on stderr.) A call takes less than 512 KB of stack.
 #define _GNU_SOURCE   // Linux: memmem (templates, modes), strcasestr (tokenizer), sched_getaffinity
 #define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32 bits
 #include <assert.h>
@@ -89,7 +90,7 @@ static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 typedef struct { uint8_t *base; size_t size; } Map;   // bytes: a mapped file, or memory
-// one block of memory, of which buffers are pieces (see section 23); in bytes
+// hands out pieces of one block of memory (section 23); in bytes; peak: the most that was in use
 typedef struct { char *base; uint64_t size, used, peak; } Arena;
 
 typedef struct { int32_t *id; size_t n, room; } Tokens;   // a list of ids that grows by doubling
@@ -98,81 +99,27 @@ typedef struct { int32_t *id; size_t n, room; } Tokens;   // a list of ids that 
 //
 // A model is its numbers, a Config, and its weights: a Layer for each layer, and what comes before
 // the first layer and after the last. Part II fills them from a file, and checks all that Part I
-// relies on. Each type begins with what a Llama has; on a first reading stop at "other families".
-// What is below that line changes nothing in a Llama: rotated, heads_alone and causal are true, a
-// layer's source is itself, factors that a Llama meets are 1, and nearly all else is 0 or NULL.
+// relies on. Each type lists what a Llama needs. families.h adds the fields of other families,
+// which Part I never reads.
 
 enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };   // pairs (i, i + n_rot/2); (2i, 2i + 1): GGUF's Llama
+enum { NORM_RMS, NORM_LAYER, NORM_BARE };      // a Llama has RMSNorm; LayerNorm, without weights
+enum { FULL, WINDOWED };   // layers that see the session's window; a smaller one (Gemma 3)
 
 typedef struct {
+    char name[32];             // of the architecture
     int n_layer;               // layers that run
     int dim;                   // width of the residual stream
     int n_vocab;               // token ids that have a logit
     int n_ctx;                 // tokens of the longest text in training
-    int n_head, hd, vd;        // layer 0's, see Layer; Part II derives others from them
-    // of the two kinds of layers, FULL and WINDOWED (Gemma 3); a Llama has FULL ones alone
-    int n_rot[2];              // values of a head that RoPE turns: all hd, or the first ones
-    float rope_base[2];        // of RoPE's frequencies: 10000 or more
-    int rope;                  // ROPE_HALVES, ROPE_PAIRS or ROPE_NONE
+    int n_head, hd, vd;        // of layer 0; forward reads Layer's, which may differ
+    int n_rot[2];              // values of a head that RoPE turns, in FULL and in WINDOWED layers
+    float rope_base[2];        // of RoPE's frequencies, likewise: 10000 or more
+    int norm;                  // NORM_RMS
     float eps;                 // added under the root of a norm
     float attn_scale;          // factor of attention's scores: 1/sqrt(hd)
-
-    // -- other families --
-    char name[32];             // of the architecture
-    bool verified;             // its logits are checked against llama.cpp's
-    int norm, act;             // NORM_RMS, ...; ACT_SILU, ...
-    bool limit_first;          // the gate is clamped before its activation, not after (Maple)
-    int n_loops;               // how often the file's layers run; n_layer counts all (Nanbeige)
-    int n_nextn;               // blocks behind the layers that guess further tokens, see section 22
-    bool nextn_raw, nextn_layer_norm;   // they read the bare stream (Step 3.5); end in a LayerNorm
-    bool causal;               // a token does not see later ones; false in encoders
-    bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
-    int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
-    float embd_scale;          // factor of the embeddings (Gemma)
-    bool embd_normed;          // embeddings are normed, without weights (Muse)
-    float residual_scale;      // factor of what a block adds to the stream (Granite)
-    float logit_scale, logit_cap;   // factor of the logits (Granite); their soft cap (Gemma 2) or 0
-    int window;                // tokens that a query sees in windowed layers, itself included
-    int span;                  // instead, it sees its own span of this many tokens (Llama 4); or 0
-    int n_exact;               // up to this many tokens sparse attention sees all (DeepSeek); or 0
-    float attn_cap;            // soft cap of the scores (Gemma 2); 0: none
-    float clamp_qkv;           // q, k and v are held within -clamp_qkv .. clamp_qkv (OLMo); 0: not
-    bool qk_norm_late;         // queries and keys are normed after RoPE, not before (Hunyuan)
-    bool values_normed;        // values are normed, too, without weights (Gemma 4)
-    bool softplus_gates;       // gates pass softplus, not a sigmoid (Laguna)
-    float value_scale;         // factor of attention's result (MiMo 2)
-    // positions, see Part III
-    bool local_unscaled;       // windowed layers ignore the scaling below, except rope_mag;
-    bool local_no_mag;         // they ignore rope_mag, too
-    int n_ctx_orig;            // n_ctx before the scaling
-    float rope_factor, rope_mag;   // frequencies are divided by it; factor of cosines and sines
-    bool yarn;                 // YaRN slows low frequencies only, see rope_scaling
-    float yarn_fast, yarn_slow, yarn_log;
-    int section[4];            // M-RoPE: pairs for an image's time, height, width; the last: unused
-    bool sections_mixed;       // the sections take turns (Qwen3-VL)
-    float alibi;               // ALiBi's largest bias (BLOOM), see alibi_slopes; 0: no ALiBi
-    float sharpen_scale;       // far out queries grow (Ministral 3), see sharpen; 0: not
-    int sharpen_length;        // tokens after which they do
-    // experts
-    int n_expert, n_used;      // in a layer; that a token uses at most
-    int n_group, n_group_used; // experts stand in groups, of which a token uses some (DeepSeek)
-    bool routed_first;         // the router reads the stream before attention (SmallThinker)
-    int gating;                // SOFTMAX or SIGMOID
-    bool weights_normed;       // the weights of the chosen experts are divided by their sum
-    float weights_scale;       // factor of their weights
-    float router_scale;        // factor of the router's product, if its input is normed (Gemma 4)
-    bool inputs_weighed;       // an expert's weight is a factor of its input, not result (Llama 4)
-    // recurrent mixers
-    int conv;                  // taps of the convolution: inputs that it sees
-    int n_key, n_value;        // key heads and value heads
-    int dk, dv;                // width of a key, of a value
-    bool key_tiled;            // value head h reads key head h % n_key, not h / (n_value / n_key)
-    int kda;                   // width of a head whose channels each have a decay (Kimi); or 0
-    float kda_lower;           // below 0: a decay is exp(kda_lower * sigmoid(..)); 0: no bound
-    // latent attention (DeepSeek), layers' own inputs (Gemma 4)
-    int lora;                  // width of the latent
-    int latent_hd, latent_vd;  // widths of the queries and values that it stands for
-    int per_layer;             // width of each layer's own input; 0: none
+#define CONFIG_FIELDS          // of other families
+#include "families.h"
 } Config;
 
 // A view of a weight matrix: a tensor, or the rows of one that hold q, an expert, ...
@@ -180,24 +127,26 @@ typedef struct {
     const uint8_t *data;       // [rows] rows of cols weights; NULL: there is none
     int type;                  // of the weights, as ggml (llama.cpp's library) numbers the formats
     int64_t rows, cols;
-    // -- other families --
-    const float *bias;         // [rows], or [experts][rows], or NULL
-    const float *scale;        // [1] factor of the product, or [experts], or NULL
+    // NULL or 0 in a Llama
+    const float *bias;         // [rows], or [experts][rows]
+    const float *scale;        // [1] factor of the product, or [experts]
     size_t step;               // bytes from one expert's matrix to the next
     int x_step, out_step;      // floats from a token's input, output to the next; 0: cols, rows
 } Matrix;
 
-// The weights of a norm, w [n]: in a Llama one for each value of the stream, so n = dim. Other
-// families add biases b [n], and apply norms to the heads [n_head][hd] of a query or key:
-//   group = hd, n = hd            each head by itself, all with the same weights
-//   group = hd, n = n_head * hd   each head by itself, with weights of its own
-//   group = 0,  n = n_head * hd   all heads as one row
+// The weights w [n] of a norm and, in other families, biases b [n]:
+//   group = 0,  n = dim           of a row of the stream: a Llama has no other norms
+//   group = hd, n = hd            of each head of a query or key, all with the same weights
+//   group = hd, n = n_head * hd   of each head, with weights of its own
+//   group = 0,  n = n_head * hd   of all heads as one row
 typedef struct { const float *w, *b; int n, group; float eps; } Norm;   // eps 0: the model's
 
 typedef struct {
     int n_head, n_kv;          // query heads, key-value heads; n_kv 0: no attention
     int hd, vd;                // width of a head's query and key; of its value (in a Llama hd)
-    int n_rot;                 // Config's, of its kind
+    int n_rot;                 // c->n_rot[FULL] or [WINDOWED]
+    int rope;                  // ROPE_PAIRS; ROPE_NONE in layers without RoPE (SmolLM3)
+    int window;                // tokens that a query sees; 0: the session's window
     int ff;                    // width of the FFN, or of an expert
     // in the order of use
     Norm attn_norm;            // [dim]
@@ -208,78 +157,22 @@ typedef struct {
     Norm ffn_norm;             // [dim]
     Matrix gate, up;           // [ff][dim] each
     Matrix down;               // [dim][ff]
-
-    // -- other families --
-    int window;                // tokens that a query sees; 0: the session's window
-    int source;                // the layer whose cache it reads; in a Llama itself
-    bool rotated;              // RoPE turns its queries and keys; in a Llama true
-    bool side_by_side;         // attention and FFN read the same stream (GPT-NeoX)
-    Norm attn_post_norm, ffn_post_norm;   // [dim] of attention's result, of the FFN's (Gemma 2)
-    Norm attn_norm_2, last_norm;   // [dim] after attention (JinaBERT), after the layer (Nanbeige)
-    const float *out_scale;    // [1] factor of the stream after the layer (Gemma 4), or NULL
-    Norm q_norm, k_norm;       // of heads, see Norm (Qwen 3); n 0: none
-    bool heads_alone;          // q_norm, k_norm weigh all heads alike: threads may share these out
-    Matrix attn_gate;          // [n_head or n_head * vd][dim] gates of attention, if q has none
-    const float *sinks;        // [n_head] a score beside those of the keys (gpt-oss), or NULL
-    float limit_ffn, limit_experts;   // of act(gate) and up (Step 3.5); 0: none
-    struct { float alpha_n, alpha_p, beta, eps; } xielu;   // (Apertus)
-    // experts: gate, up and down hold those of all, a step apart
-    int n_used;                // experts that a token uses
-    Matrix router;             // [n_expert][dim]
-    const float *router_bias;  // [n_expert] for the choice only, or NULL
-    Matrix shared_gate, shared_up, shared_down;   // an FFN for every token
-    Matrix shared_router;      // [1][dim] makes its weight
-    Matrix squeeze, unsqueeze;   // [wide][dim], [dim][wide]: experts read fewer numbers
-    Norm router_norm, expert_norm, expert_post, shared_post;   // [dim] (Gemma 4, see load_experts)
-    // latent attention, where there is a k_b
-    Matrix q_a;                // [q.cols][dim]: q is two products
-    Norm q_a_norm, latent_norm;   // [q.cols], [lora]
-    Matrix k_b, v_b;           // of each head [lora][latent_hd - n_rot], [latent_vd][lora]
-    // a recurrent mixer
-    int mixer;                 // MIX_NONE, or one in place of attention or beside it
-    Matrix conv_in;            // [channels][dim] what passes the convolution
-    const float *conv, *conv_bias;   // [channels][taps], [channels]
-    Matrix z, z_a;             // [n_value * dv][..] gates; where z is two products, the first
-    Matrix alpha, alpha_a;     // [n_value][..] decays; where alpha is two products, the first
-    Matrix beta, beta_alpha;   // [n_value][dim] how strongly it writes; or both in one tensor
-    const float *dt_bias, *a, *skip;   // [n_value]; KDA: dt_bias [n_value][dk]
-    Norm delta_norm;           // [dv]
-    Matrix delta_out;          // [dim][n_value * dv]
-    // its own input
-    Matrix input_gate, input_proj;   // [per_layer][dim], [dim][per_layer]
-    Norm input_norm;           // [dim]
-    Norm embd_norm, state_norm, out_norm;   // of a block that guesses further tokens: [dim]
-    Matrix joint, embd, output;   // [dim][2 * dim] makes its input; its own, or the model's
+#define LAYER_FIELDS           // of other families
+#include "families.h"
 } Layer;
 
 typedef struct {
     Config config;
     Matrix embd;               // [ids][dim], of n_vocab ids at least
-    Layer *layers;             // [n_layer], and n_nextn blocks
+    Layer *layers;             // [n_layer], and blocks that guess further tokens
     Norm out_norm;             // [dim]
     Matrix output;             // [n_vocab][dim]; it may be embd
-    const float *freqs;        // [n_rot/2] what divides RoPE's frequencies (Llama 3.1), or NULL
-    // the file
-    struct Gguf *gguf;
+    struct Gguf *gguf;         // the file
     struct Tokenizer *tokenizer;   // see Part IV
-    Map *owned;                // [n_owned] copies of weights that had to be changed
-    size_t n_owned;
-
-    // -- other families --
-    Norm embd_norm;            // [dim] of the embeddings (BLOOM)
-    Matrix pos_embd;           // [n_ctx][dim] learned positions (GPT-2), or none
-    Matrix type_embd;          // its first row is added to each embedding (BERT), or none
-    const float *freqs_long, *freqs_short;   // [n_rot/2] two more, of which one is taken (Phi 3)
-    Matrix dense[2];           // of the pooled embedding, one after the other (Gemma)
-    Matrix layer_embd, layer_proj;   // [ids][n_layer * per_layer], [n_layer * per_layer][dim]
-    Norm layer_norm;           // [per_layer]
     Tokens suppressed;         // ids that are never sampled
-    Error nextn_idle;          // why the file's nextn blocks do not run, or ""
+#define MODEL_FIELDS           // of other families
+#include "families.h"
 } Model;
-
-enum { NORM_RMS, NORM_LAYER, NORM_BARE };                 // BARE: LayerNorm without weights
-enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI, ACT_RELU, ACT_XIELU, ACT_COUNT };
-enum { FULL, WINDOWED };   // layers that see the session's window; that have one of their own
 
 // ---- 3. the types of a session ----
 
@@ -293,9 +186,6 @@ typedef struct {               // no defaults: all 0 is greedy
     uint64_t seed;
 } Sampling;
 
-enum { LOGIT_ROWS = 16 };      // rows of logits that are made at once: their buffer is large
-enum { FEW = 8 };   // in a call of at most FEW tokens each gets the same bits as alone
-
 typedef struct {               // 0: the default, here in brackets
     int window;                // tokens that a query sees, itself included (n_ctx, at most 4096)
     int keep;                  // the first `keep` tokens stay in sight of layers with it (0)
@@ -306,14 +196,19 @@ typedef struct {               // 0: the default, here in brackets
     Sampling sampling;         // (greedy)
 } Options;
 
-// What one layer remembers of earlier tokens: their keys and values, in a ring of rows that section
-// 8 explains. (A recurrent mixer remembers the last inputs of its convolution, and a state.)
+// Guesses run beside the token that they follow, up to FEW in a pass. The text stays the same only
+// if each then gets the bits that it would get alone: calls of at most FEW tokens see to that.
+enum { FEW = 8 };
+enum { LOGIT_ROWS = 16 };      // rows of logits that are made at once: their buffer is large
+
+// What one layer remembers of earlier tokens: their keys and values, in a ring of rows, see
+// cache_row. (A recurrent mixer remembers the last inputs of its convolution, and a state.)
 typedef struct {
     uint16_t *k;               // [n_kv][rows][hd] f16, with RoPE applied
     uint16_t *v;               // [n_kv][rows][vd] f16; latent attention: v == k
     int32_t *pos;              // [rows] position in each row, -1: empty
     int rows;
-    int window, keep;          // a query sees `window` tokens and the first `keep`: see plan_caches
+    int window, keep;          // a query sees `window` tokens and the first `keep`
     float *conv, *state;       // [taps-1 + FEW][channels]; the recurrent state, see Part III
 } Cache;
 
@@ -327,12 +222,12 @@ typedef struct Session {
     Pool *pool;
     Map kv, scratch;           // memory of the caches; of all other buffers
     Cache *cache;              // [n_cache]
-    int n_cache;               // n_layer, and the nextn blocks if they guess
+    int n_cache;               // n_layer, and the blocks that guess further tokens, if they run
     Tokens history;            // the text evaluated so far, and room for one more token
     uint64_t rng;
     struct Gpu *gpu;           // see metal.c; NULL: the CPU does the work
-    // on_chunk, unless NULL, is called before each chunk and at the end: `done` of n tokens are
-    // cached, of which `reused` were already; false stops
+    // on_chunk, unless NULL, is called before each chunk and at the end: of n tokens `done` are now
+    // cached, and `reused` were before the call; false stops
     bool (*on_chunk)(void *ctx, int reused, int done, int n);
     void *ctx;
     // what forward works on, for its row functions (section 4)
@@ -343,8 +238,8 @@ typedef struct Session {
     float *normed;             // [n][dim] the normed copy of x that attention or the FFN reads
     float *out;                // [n][dim] what attention or the FFN adds to x
     float *q, *k, *v;          // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd]
-    float *att;                // [n][n_head][vd] what heads (or a mixer) give, before the matrix o
-    float *gate, *up;          // [n][ff]; of experts [rows][ff], see rows below
+    float *att;                // [n][n_head][vd] what the heads give, before the matrix o
+    float *gate, *up;          // [n][ff]
     float *logits;             // [LOGIT_ROWS][n_vocab]
     Candidate *candidates;     // [n_vocab] of the sampler
     float *penalized;          // [n_vocab] logits, after its penalty
@@ -352,133 +247,45 @@ typedef struct Session {
     double *freq[2];           // [n_rot/2] radians per position
     float rope_mag[2];         // a factor of the cosines and sines
     Arena op_scratch;          // of matmul and attention
-
-    // -- guesses, see guess_ids --
-    int32_t *index;            // [n_index] positions; those up to n_indexed have been entered
-    int n_index, n_indexed;
-    int guesses;               // the last tokens of the chunk that are only guessed
-    float *states;             // [chunk][dim] what nextn blocks read, see section 22
-    int nextn_pos, loss, rest, pause;   // see nextn_follow; nextn_pays
-
-    // -- other families -- rows: choices of experts that run at once, n or, if that is more, n_used
-    float *slopes;             // [n_head] of ALiBi
-    float *inputs;             // [n][n_layer][per_layer] each layer's own
-    float *mix;                // [n][n_head][2 * hd] q with gates, or latent queries; of recurrent
-                               // mixers [conv-1 + n][channels]
-    float *z;                  // [n][..] gates; of latent attention the input of q
-    float *beta_alpha, *strength;   // [n][2 * n_value], [n][n_value] of the delta rule
-    float *decay;              // [n][n_value] of it, in KDA [n][n_value][dk]
-    float *route;              // [n][n_expert] the logits of a router
-    int32_t *chosen;           // [n][n_used] a token's experts, the best first: its choices
-    float *weight;             // [n][n_used] of the choices
-    int32_t *order;            // [n * n_used] indices of all choices, sorted by expert
-    float *gathered, *expert_out;     // [rows][dim or wide] what experts read; their results
-    float *squeezed, *squeezed_sum;   // [n][wide] the experts' input, squeezed; their sum
-    float *recurrent;          // [n_recurrent] conv and state of all layers
-    size_t n_recurrent, n_kept;   // floats; n_kept: of a layer
-    float *saved;              // [n_recurrent] a copy, the snapshot
-    int saved_pos;             // where the snapshot was made; -1: there is none
-    float *kept, *trial;       // [n_layer][n_kept] the guesses' inputs; one layer's state for them
-    int seen;                  // tokens of the history that the states have seen: no guesses
+#define SESSION_FIELDS         // of other families
+#include "families.h"
 } Session;
 
-// ---- 4. what the other parts provide ----
-//
-// Part I knows the other parts by these prototypes. Those of other families can wait.
+// ---- 4. what other parts provide to forward ----
 
-static bool tokens_room(Tokens *t, size_t n);   // room for n ids in all; false: out of memory
-static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
+// A row function does a step of forward for row i of a chunk. each_row calls one for i = 0 .. n-1,
+// on all threads.
+typedef void RowFn(Session *s, const void *arg, size_t i);
+static void each_row(Session *s, RowFn *fn, const void *arg, int n);
 
-// Memory. A plan takes zeroed buffers from an arena. place_plan runs it twice: to count, to place.
-// For op_scratch forward itself runs dry: matmul and attention only count, each_row does nothing.
-static void *arena_take(Arena *a, uint64_t count, uint64_t size);   // 64-byte aligned
-typedef void Plan(Session *s, Arena *a);   // the type of a function: `static Plan f` declares f
-static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e);
-static Plan plan_scratch, plan_states;   // buffers of forward; states of recurrent layers
-static void copy_states(Session *s, float *to, const float *from);   // of recurrent layers
-static bool rows_resident(const Session *s, int p);   // do the caches hold what a query at p sees?
-
-// Threads. parallel calls fn once for each task i = 0 .. n-1, in any order, on several threads, and
-// waits for all. ctx is what they work on; `thread` picks a buffer that no other running task has.
-typedef struct { void *ctx; int i, thread; } Task;
-typedef void TaskFn(Task t);
-static int count_cpus(void);           // how many this process should use
-static Pool *pool_open(int threads);   // NULL: they cannot be started
-static void pool_close(Pool *p);       // p may be NULL
-static void parallel(Pool *p, TaskFn *fn, void *ctx, int n);
-
-// A matrix product of n tokens, out [n][rows] = scale * x [n][cols] * transposed w + bias, which
-// plain_matmul defines. matmul runs k <= MAX_JOBS of them at the same time. It takes scratch from
-// the arena and gives it back.
+// A matrix product of n tokens, out [n][rows] = x [n][cols] * transposed w, which plain_matmul
+// defines. matmul runs k <= MAX_JOBS of them at the same time. It takes scratch from the arena and
+// gives it back.
 enum { MAX_JOBS = 64 };
 typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
 static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
 
-// Attention of n queries over one cache, which plain_attention defines; scratch as in matmul.
-typedef struct {
-    const float *q;            // [n][n_head][hd], with RoPE applied
-    float *out;                // [n][n_head][vd]
-    const uint16_t *k, *v;     // [n_kv][rows][hd], [n_kv][rows][v_step] f16; vd of v_step used
-    const int32_t *pos_k;      // [rows] position in each row, -1: empty
-    int rows;
-    int pos, n;                // queries at pos .. pos+n-1
-    int n_head, n_kv, hd, vd, v_step;
-    int window, keep, ahead, span_start;   // what a query sees, see attention_sees
-    float scale, softcap;      // of the scores; their soft cap, or 0
-    const float *sinks, *slopes;   // [n_head] or NULL
-} Attention;
-static void attention(Pool *p, Arena *arena, const Attention *a);
-
 // Rows of numbers
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 static inline float exp_fast(float x);   // e^x; relative error 1e-7, and 0 below -87.7
-// the sum of x[i] - mean, or of the squares of that; section 26 adds up 16 parts, as vectors do
+// the sum of x[i] - mean, or of the squares of that: 16 partial sums, because that is vector code
 static float sum16(const float *x, int n, float mean, bool squares);
-static void soft_cap(float *x, size_t n, float cap);   // x = cap * tanh(x / cap)
-// Values of v [n] that are not finite become 0, and the row's key NaN: so only queries that see it
-// are spoiled. (Part V multiplies the rows that a query does not see by 0; 0 * NaN is NaN.)
+// A damaged value would spoil also queries that do not see its row, because Part V multiplies every
+// row by a weight, and 0 * NaN is NaN. So values of v [n] that are not finite become 0, and the
+// row's key NaN, which only reaches the scores of queries that see it.
 static void cache_finite(uint16_t *v, int n, uint16_t *key);
 
-// A row function does a step of forward for row i of a chunk, or for a share of a row's heads.
-// each_row calls one for i = 0 .. n-1, on all threads.
-typedef void RowFn(Session *s, const void *arg, size_t i);
-static void each_row(Session *s, RowFn *fn, const void *arg, int n);
-static const float *hidden_rows(Session *s, int first, int n);   // norm(x) of n rows (--embed)
-static bool generate_guessing(Session *s, const int32_t *ids, int n, int most, OnToken f, Error *e);
-
-// -- other families: what reads s->normed and leaves its result in s->out --
-static void mix_tokens(Session *s);   // latent or recurrent, in place of attention or beside it
-static void experts(Session *s);      // in place of the FFN
-// Steps of other families; rope_scaling also serves Llama 3.1
-static void make_layer_inputs(Session *s), add_layer_input(Session *s);   // Gemma 4
-static void add_embeddings(Session *s, float *x, size_t i);   // position, type, norm
-static float rope_scaling(const Model *m, int kind, int window, double *freq);
-static void alibi_slopes(float *slope, int n_head, float max_bias);
-static void before_rope(const Session *s, float *q, int n_head, float *k, float *v, int n_kv);
-static void after_rope(const Session *s, float *q, int n_head, float *k, int n_kv, int pos);
-static void see_more(const Session *s, Attention *a);
-static bool has_gates(const Layer *w), adds_more(const Layer *w);
-static void project_more(Session *s), gate_attention(Session *s, float *x, int width);
-struct Ffn;
-static void activate_more(const Session *s, const struct Ffn *f, float *gate, float *up);
-static RowFn add_more_row, keep_state_row;
-static bool check_more(const Session *s, int n, Error *e);   // can the model run n tokens?
-static void nextn_follow(Session *s, const int32_t *ids, int end);   // tokens below end pass them
-
-// A GPU (metal.c) runs the whole model on a Session's buffers. False: there is none, or it failed,
-// and the CPU does the work. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row
-// `first` on; gpu_logits makes further ones.
-static int gpu_chunk(Session *s);    // finds a GPU, sets s->gpu; returns its default chunk, or 0
-static void gpu_open(Session *s), gpu_close(Session *s);
-static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
-static bool gpu_logits(Session *s, int first, int n);
-static void gpu_store(Session *s, bool states);   // after the CPU wrote positions, and states
-static bool gpu_nextn(Session *s, int block, const int32_t *ids, int n, int pos);   // passes it
-static bool gpu_best(const Session *s, int32_t *id, double *chance);   // what nextn_best finds then
+// Where other families do more, or something else, forward calls one of these functions of Part
+// III. In a Llama they do nothing.
+static void embed_more(Session *s, float *x, size_t i);
+static void make_layer_inputs(Session *s), keep_states(Session *s);
+static bool other_layer(Session *s);   // forward_layer for other families; false: it is a Llama's
+static void after_rope(const Session *s, float *q, float *k, int pos);
+static void cap_logits(const Session *s, size_t count);
 
 // ---- 5. ops ----
 //
-// What happens between the matrix products, on one row x [n].
+// What happens between the matrix products, on one row x of n values.
 
 // RMSNorm (arXiv 1910.07467) is x / sqrt(mean(x^2) + eps) * weight. LayerNorm first subtracts the
 // mean, and in the end adds a bias. Each group of the row is normed by itself.
@@ -510,22 +317,13 @@ INLINE void turn_pairs(float *x, const float *turn, int n_rot, int step, int gap
 }
 
 static void rope(float *x, const float *turn, int n_rot, int pairing) {
-    if (pairing == ROPE_PAIRS) turn_pairs(x, turn, n_rot, 2, 1);   // (0, 1), (2, 3), ...
-    else turn_pairs(x, turn, n_rot, 1, n_rot / 2);                 // (0, n_rot/2), ...
+    if (pairing == ROPE_PAIRS) turn_pairs(x, turn, n_rot, 2, 1);            // (0, 1), (2, 3), ...
+    if (pairing == ROPE_HALVES) turn_pairs(x, turn, n_rot, 1, n_rot / 2);   // (0, n_rot/2), ...
 }
 
 // SwiGLU (arXiv 2002.05202): out = silu(gate) * up, where silu(x) is x * sigmoid(x)
 static void swiglu(float *out, const float *gate, const float *up, int n) {
     for (int i = 0; i < n; i++) out[i] = gate[i] / (1 + exp_fast(-gate[i])) * up[i];
-}
-
-static void add_scaled(float *x, const float *y, int n, float scale) {   // x += scale * y
-    for (int i = 0; i < n; i++) x[i] += y[i] * scale;
-}
-
-static void scale(float *x, size_t n, float by) {
-    if (by == 1) return;
-    for (size_t i = 0; i < n; i++) x[i] *= by;
 }
 
 // row r of a matrix as floats [cols]
@@ -546,73 +344,58 @@ static void matrix_row(const Matrix *w, int64_t r, float *out) {
 // Attention and the FFN read s->normed, and leave in s->out what is added to the stream. Products
 // and attention run for all n tokens at once, the other steps token by token: a row function each.
 // What forward calls stands below it, in the order of use. A family's name beside a line says for
-// whom the line, or a factor or condition in it, is there: it changes nothing in a Llama.
+// whom the line is there: it changes nothing in a Llama.
 
-static RowFn embed_row, angles_row, norm_row, qkv_share, activate_row, add_row;
+static RowFn embed_row, angles_row, norm_row, qkv_row, swiglu_row, add_row;
 static void forward_layer(Session *s), attention_block(Session *s), attend(Session *s);
-typedef struct Ffn { const Matrix *gate, *up, *down; float limit; } Ffn;
-static void ffn(Session *s, const Ffn *f, float *out);
+static void ffn(Session *s);
 
 static void product(Session *s, const Matrix *w, const float *x, float *out) {
     matmul(s->pool, &s->op_scratch, &(Matmul){w, x, out, s->n}, 1);
 }
 
 static void forward(Session *s, const int32_t *ids, int n, int pos) {
-    const Config *c = &s->m->config;
     assert(n > 0 && n <= s->o.chunk);
     s->ids = ids;
     s->n = n;
     s->pos = pos;
-    each_row(s, embed_row, s->m, n);
-    if (c->per_layer) make_layer_inputs(s);   // Gemma 4
-    each_row(s, angles_row, c, n);
-    for (s->l = 0; s->l < c->n_layer; s->l++) forward_layer(s);
-    if (s->n_cache > c->n_layer) each_row(s, keep_state_row, c, n);   // Qwen3.5 guesses with it
+    each_row(s, embed_row, NULL, n);
+    each_row(s, angles_row, NULL, n);
+    make_layer_inputs(s);   // Gemma 4
+    for (s->l = 0; s->l < s->m->config.n_layer; s->l++) forward_layer(s);
+    keep_states(s);         // Qwen3.5 guesses with them
 }
 
 static void forward_layer(Session *s) {   // the chunk passes layer s->l
-    const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
     int n = s->n;
-    // Gemma 2 norms results before they are added: add_more_row takes the norm, add_row none
-    RowFn *add = adds_more(w) ? add_more_row : add_row;
-    // SmallThinker chooses experts here
-    if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
+    if (other_layer(s)) return;   // in section 15
 
     // x += attention(norm(x))
-    if (w->n_kv || w->mixer) {   // Nemotron-H: a layer has attention or an FFN
-        each_row(s, norm_row, &w->attn_norm, n);
-        if (w->k_b.data || w->mixer) mix_tokens(s);   // DeepSeek; Qwen3-Next, LFM2
-        else attention_block(s);
-        // GPT-NeoX: side by side with attention, the FFN reads the stream as it was
-        if (w->side_by_side && w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
-        each_row(s, add, &w->attn_post_norm, n);
-    }
+    each_row(s, norm_row, &w->attn_norm, n);
+    attention_block(s);
+    each_row(s, add_row, NULL, n);
 
     // x += ffn(norm(x))
-    if (w->up.data) {
-        if (!w->side_by_side) each_row(s, norm_row, &w->ffn_norm, n);
-        if (w->router.data) experts(s);   // Mixtral
-        else ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
-        each_row(s, add, &w->ffn_post_norm, n);
-        if (w->input_gate.data) add_layer_input(s);   // Gemma 4
-    }
+    each_row(s, norm_row, &w->ffn_norm, n);
+    ffn(s);
+    each_row(s, add_row, NULL, n);
 }
 
 static void embed_row(Session *s, const void *arg, size_t i) {   // x = the token's embedding
-    const Model *m = arg;
-    float *x = s->x + i * m->config.dim;
-    matrix_row(&m->embd, s->ids[i], x);
-    scale(x, m->config.dim, m->config.embd_scale);   // Gemma
-    add_embeddings(s, x, i);                         // GPT-2, BERT, BLOOM
+    float *x = s->x + i * s->m->config.dim;
+    (void)arg;
+    matrix_row(&s->m->embd, s->ids[i], x);
+    embed_more(s, x, i);   // Gemma, GPT-2, BERT, BLOOM
 }
 
 // the cosines and sines of a token's position, for FULL layers and for WINDOWED ones
 static void angles_row(Session *s, const void *arg, size_t i) {
-    const Config *c = arg;
+    const int *n_rot = s->m->config.n_rot;
+    (void)arg;
     for (int kind = FULL; kind <= WINDOWED; kind++) {
-        float *turn = s->angles[kind] + i * c->n_rot[kind];
-        for (int j = 0; j < c->n_rot[kind] / 2; j++) {
+        float *turn = s->angles[kind] + i * n_rot[kind];
+        for (int j = 0; j < n_rot[kind] / 2; j++) {
             double angle = (s->pos + (int)i) * s->freq[kind][j];
             turn[2 * j] = cos(angle) * s->rope_mag[kind];
             turn[2 * j + 1] = sin(angle) * s->rope_mag[kind];
@@ -622,60 +405,76 @@ static void angles_row(Session *s, const void *arg, size_t i) {
 
 static void norm_row(Session *s, const void *arg, size_t i) {   // normed = norm(x)
     const Config *c = &s->m->config;
-    const Norm *w = arg;
-    float *x = s->x + i * c->dim, *to = s->normed + i * c->dim;
-    if (!w->w && c->norm != NORM_BARE) memcpy(to, x, c->dim * sizeof *to);   // OLMo 2
-    else norm(to, x, c->dim, w, c->norm, c->eps);
+    norm(s->normed + i * c->dim, s->x + i * c->dim, c->dim, arg, c->norm, c->eps);
 }
 
 static void attention_block(Session *s) {   // out = o * attention(q, k, v of normed)
     const Layer *w = &s->m->layers[s->l];
-    int n = s->n, shares = 1;
-    bool gates = has_gates(w);   // Qwen3-Next
+    int n = s->n;
     Matmul qkv[] = {{&w->q, s->normed, s->q, n},
                     {&w->k, s->normed, s->k, n},
                     {&w->v, s->normed, s->v, n}};
-    if (gates || !w->k.rows) project_more(s);
-    else matmul(s->pool, &s->op_scratch, qkv, 3);
-    // a few tokens' heads are split into n_kv shares, so that all threads have work
-    if (n <= FEW && w->heads_alone) shares = w->n_kv;
-    each_row(s, qkv_share, &shares, n * shares);
+    matmul(s->pool, &s->op_scratch, qkv, 3);
+    each_row(s, qkv_row, w, n);
     attend(s);   // the cache has all keys of the chunk now; attention_sees hides later ones
-    if (gates) gate_attention(s, s->att, w->vd);
     product(s, &w->o, s->att, s->out);
 }
 
-// the row of a position in the cache: the first keep rows are pinned, the rest is a ring
+// The row of a position in the cache. A layer's KV cache is `keep` pinned rows, and a ring of rows
+// for the window and one chunk: so writing a chunk overwrites no row that one of its own queries
+// must still see. A row stores its position, and that alone decides who sees it. With 2 pinned
+// rows, and a ring for a window of 4 and a chunk of 2, at position 9:
+//
+//   row    0 1 | 2 3 4 5 6 7      8 and 9 have taken the rows of 2 and 3. Query 9 sees 6 to 9, and
+//   pos    0 1 | 8 9 4 5 6 7      0 and 1: models lean on the first tokens (arXiv 2309.17453)
+//
+// Keys were rotated by their position, so nothing moves when the ring wraps, and generation goes on
+// past any limit but those in check_more.
 static int cache_row(const Cache *cache, int pos) {
     int keep = cache->keep;
     return pos < keep ? pos : keep + (pos - keep) % (cache->rows - keep);
 }
 
-// Turns queries and keys by RoPE, and writes keys and values to the cache: for one of *arg equal
-// shares of a token's heads, i = token * *arg + share.
-static void qkv_share(Session *s, const void *arg, size_t i) {
-    const Layer *w = &s->m->layers[s->l];
+// turns queries and keys by RoPE, and writes keys and values to the cache
+static void qkv_row(Session *s, const void *arg, size_t i) {
+    const Layer *w = arg;
     Cache *cache = &s->cache[s->l];
-    int shares = *(const int *)arg, token = i / shares, share = i % shares;
-    int pos = s->pos + token, row = cache_row(cache, pos), pairing = s->m->config.rope;
-    int q_heads = w->n_head / shares;                    // of a share
-    int kv_heads = w->k.rows ? w->n_kv / shares : 0;     // 0: Gemma 4 reads another layer's cache
-    float *q = s->q + i * q_heads * w->hd, *k = s->k + i * kv_heads * w->hd;
-    float *v = s->v + i * kv_heads * w->vd;
-    const float *turn = s->angles[w->window ? WINDOWED : FULL] + token * w->n_rot;
-    before_rope(s, q, q_heads, k, v, kv_heads);   // Qwen 3 norms heads
-    for (int h = 0; w->rotated && h < q_heads; h++) rope(q + h * w->hd, turn, w->n_rot, pairing);
-    for (int h = 0; w->rotated && h < kv_heads; h++) rope(k + h * w->hd, turn, w->n_rot, pairing);
-    after_rope(s, q, q_heads, k, kv_heads, pos);
-    for (int h = 0; h < kv_heads; h++) {
-        size_t at = (size_t)(share * kv_heads + h) * cache->rows + row;
+    int pos = s->pos + i, row = cache_row(cache, pos);
+    int n_kv = w->k.rows / w->hd;   // 0: Gemma 4 reads another layer's cache
+    float *q = s->q + i * w->n_head * w->hd, *k = s->k + i * n_kv * w->hd;
+    float *v = s->v + i * n_kv * w->vd;
+    const float *turn = s->angles[w->window ? WINDOWED : FULL] + i * w->n_rot;
+    for (int h = 0; h < w->n_head; h++) rope(q + h * w->hd, turn, w->n_rot, w->rope);
+    for (int h = 0; h < n_kv; h++) rope(k + h * w->hd, turn, w->n_rot, w->rope);
+    after_rope(s, q, k, pos);   // Ministral 3, Hunyuan
+    for (int h = 0; h < n_kv; h++) {
+        size_t at = (size_t)h * cache->rows + row;
         uint16_t *to_k = cache->k + at * w->hd, *to_v = cache->v + at * w->vd;
         narrow(k + h * w->hd, w->hd, to_k);
         narrow(v + h * w->vd, w->vd, to_v);
         cache_finite(to_v, w->vd, to_k);
     }
-    if (share == 0) cache->pos[row] = pos;
+    cache->pos[row] = pos;
 }
+
+// Attention of n queries over one cache, which plain_attention defines; scratch as in matmul.
+typedef struct {
+    const float *q;            // [n][n_head][hd], with RoPE applied
+    float *out;                // [n][n_head][vd]
+    const uint16_t *k, *v;     // [n_kv][rows][hd], [n_kv][rows][v_step] f16; vd of v_step used
+    const int32_t *pos_k;      // [rows] position in each row, -1: empty
+    int rows;
+    int pos, n;                // queries at pos .. pos+n-1
+    int n_head, n_kv, hd, vd, v_step;
+    int window, keep;          // a query sees `window` keys, and the first `keep`
+    float scale;               // of the scores
+    // 0 or NULL in a Llama
+    int ahead, span_start;     // see attention_sees
+    float softcap;             // of the scores
+    const float *sinks, *slopes;   // [n_head] see plain_head, final_score
+} Attention;
+static void attention(Pool *p, Arena *arena, const Attention *a);
+static void see_more(const Session *s, Attention *a);   // sets what is not 0 in other families
 
 static void attend(Session *s) {   // s->att = attention of s->q over the layer's cache
     const Layer *w = &s->m->layers[s->l];
@@ -689,39 +488,36 @@ static void attend(Session *s) {   // s->att = attention of s->q over the layer'
     attention(s->pool, &s->op_scratch, &a);
 }
 
-static void ffn(Session *s, const Ffn *f, float *out) {   // out = down * (silu(gate) * up)
-    Matmul in[] = {{f->up, s->normed, s->up, s->n}, {f->gate, s->normed, s->gate, s->n}};
-    matmul(s->pool, &s->op_scratch, in, f->gate->data ? 2 : 1);   // StarCoder 2 has no gate
-    each_row(s, activate_row, f, s->n);
-    product(s, f->down, s->up, out);
+static void ffn(Session *s) {   // out = down * (silu(gate) * up)
+    const Layer *w = &s->m->layers[s->l];
+    Matmul in[] = {{&w->up, s->normed, s->up, s->n}, {&w->gate, s->normed, s->gate, s->n}};
+    matmul(s->pool, &s->op_scratch, in, 2);
+    each_row(s, swiglu_row, w, s->n);
+    product(s, &w->down, s->up, s->out);
 }
 
-static void activate_row(Session *s, const void *arg, size_t i) {   // up = silu(gate) * up
-    const Ffn *f = arg;
-    int ff = f->up->rows;
-    float *gate = s->gate + i * ff, *up = s->up + i * ff;
-    bool plain = s->m->config.act == ACT_SILU && f->gate->data && f->limit <= 0;
-    if (plain) swiglu(up, gate, up, ff);
-    else activate_more(s, f, gate, up);   // Gemma
+static void swiglu_row(Session *s, const void *arg, size_t i) {   // up = silu(gate) * up
+    const Layer *w = arg;
+    float *gate = s->gate + i * w->ff, *up = s->up + i * w->ff;
+    swiglu(up, gate, up, w->ff);
 }
 
 static void add_row(Session *s, const void *arg, size_t i) {   // x += out
-    const Config *c = &s->m->config;
+    int dim = s->m->config.dim;
+    float *x = s->x + i * dim, *out = s->out + i * dim;
     (void)arg;
-    add_scaled(s->x + i * c->dim, s->out + i * c->dim, c->dim, c->residual_scale);   // Granite
+    for (int j = 0; j < dim; j++) x[j] += out[j];
 }
 
 // s->logits [n][n_vocab] = output * norm(x) of n <= LOGIT_ROWS rows of the last chunk, from row
 // `first` on. s->normed holds their norms.
 static void output_logits(Session *s, int first, int n) {
     const Config *c = &s->m->config;
-    size_t count = (size_t)n * c->n_vocab;
     assert(n <= LOGIT_ROWS);
     Matmul out = {&s->m->output, s->normed + (size_t)first * c->dim, s->logits, n};
     for (int i = 0; i < n; i++) norm_row(s, &s->m->out_norm, first + i);
     matmul(s->pool, &s->op_scratch, &out, 1);
-    scale(s->logits, count, c->logit_scale);                            // Granite
-    if (c->logit_cap > 0) soft_cap(s->logits, count, c->logit_cap);     // Gemma 2
+    cap_logits(s, (size_t)n * c->n_vocab);   // Gemma 2, Granite
 }
 
 // ---- 7. what matmul and attention compute, in plain loops ----
@@ -796,58 +592,48 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 }
 
 // ---- 8. session ----
-//
-// A layer's KV cache is `keep` pinned rows, and a ring of rows for the window and one chunk: so
-// writing a chunk overwrites no row that one of its own queries must still see. A row stores its
-// position, and that alone decides who sees it. With 2 pinned rows, a window of 4 and a chunk of 2,
-// were FEW 2, at position 9:
-//
-//   row    0 1 | 2 3 4 5 6 7      8 and 9 have taken the rows of 2 and 3. Query 9 sees 6 to 9, and
-//   pos    0 1 | 8 9 4 5 6 7      0 and 1: models lean on the first tokens (arXiv 2309.17453)
-//
-// Keys were rotated by their position, so nothing moves when the ring wraps, and generation goes on
-// past any limit but those in check_more.
 
-static void plan_caches(Session *s, Arena *a) {   // a plan: places every cache
-    plan_states(s, a);
-    for (int l = 0; l < s->n_cache; l++) {
-        const Layer *w = &s->m->layers[l];
-        Cache *cache = &s->cache[l];
-        if (!w->n_kv) continue;
-        if (w->source != l) {   // Gemma 4: it reads the cache of an earlier layer
-            *cache = s->cache[w->source];
-            continue;
-        }
-        bool own = w->window && w->window < s->o.window;   // the smaller window counts
-        cache->window = own ? w->window : s->o.window;
-        cache->keep = own ? 0 : s->o.keep;   // such layers were trained without the first tokens
-        // FEW, because rejected guesses were written, too
-        cache->rows = cache->keep + cache->window + larger(s->o.chunk, FEW);
-        uint64_t rows = (uint64_t)w->n_kv * cache->rows;
-        cache->k = arena_take(a, rows, w->hd * sizeof *cache->k);
-        cache->v = cache->k;   // latent attention
-        if (!w->k_b.data) cache->v = arena_take(a, rows, w->vd * sizeof *cache->v);
-        cache->pos = arena_take(a, cache->rows, sizeof *cache->pos);
-    }
-}
+// What other parts provide to a session. A plan takes zeroed buffers from an arena; place_plan runs
+// it twice, to count and to place. (op_scratch has no plan: its size is found by running forward
+// once without memory, where matmul and attention only add up what they would take, and each_row
+// does nothing.)
+typedef void Plan(Session *s, Arena *a);   // the type of a function: `static Plan f` declares f
+static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e);
+static Plan plan_caches, plan_scratch;   // of the KV caches; of forward's buffers
+static bool tokens_room(Tokens *t, size_t n);   // room for n ids in all; false: out of memory
+static int count_cpus(void);           // how many threads this process should use
+static Pool *pool_open(int threads);   // NULL: they cannot be started
+static void pool_close(Pool *p);       // p may be NULL
 
-// Forgets positions p and later. The states of recurrent layers cannot be cut back: they are
-// cleared, or become the snapshot, which was made at position p.
+// A GPU (metal.c) runs the whole model on a Session's buffers. False: there is none, or it failed,
+// and the CPU does the work. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row
+// `first` on; gpu_logits makes further ones.
+static int gpu_chunk(Session *s);    // finds a GPU, sets s->gpu; returns its default chunk, or 0
+static void gpu_open(Session *s), gpu_close(Session *s);
+static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
+static bool gpu_logits(Session *s, int first, int n);
+static void gpu_store(Session *s, bool states);   // after the CPU wrote positions, and states
+
+// Other families: chunks and states of recurrent models, guesses. In a Llama limit_options,
+// forget_more and chunk_seen have no effect.
+static void limit_options(Session *s);
+static float rope_scaling(const Model *m, int kind, int window, double *freq);   // Llama 3.1, too
+static bool check_more(const Session *s, int n, Error *e);   // can the model run n tokens?
+static int reusable(const Session *s, int p);   // how many of the first p tokens can stay cached?
+static void forget_more(Session *s, int p);
+struct Request;
+static int next_chunk(Session *s, const struct Request *r, int p, bool prompt);   // its length
+static void chunk_seen(Session *s);
+static const float *hidden_rows(Session *s, int first, int n);   // norm(x) of n rows (--embed)
+
+// forgets positions p and later
 static void session_truncate(Session *s, int p) {
-    bool all = p == 0;
-    assert(!s->n_recurrent || all || p == s->saved_pos);
-    nextn_follow(s, s->history.id, p);
+    forget_more(s, p);
     for (int l = 0; l < s->n_cache; l++)
         for (int i = 0; i < s->cache[l].rows; i++)
             if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
     s->history.n = p;
-    s->seen = p;
-    s->n_indexed = smaller(s->n_indexed, p);
-    s->nextn_pos = p + 1;   // what a block reads for p, the state before it, is lost
-    if (all && s->n_recurrent) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
-    if (all) s->saved_pos = -1;
-    gpu_store(s, all);
-    if (!all) copy_states(s, s->recurrent, s->saved);
+    gpu_store(s, p == 0);
 }
 
 void session_close(Session *s) {
@@ -862,7 +648,7 @@ void session_close(Session *s) {
 
 // Sets freq [n_rot/2] of one kind of layers, FULL or WINDOWED: base^(-2i / n_rot) radians per
 // position for pair i. (In double: at position 100,000 a float angle is off by 0.005.) window: the
-// session's (Phi 3). Returns a factor of the cosines and sines, 1 in a Llama.
+// session's, by which Phi 3 picks factors. Returns a factor of the cosines and sines, 1 in a Llama.
 static float rope_frequencies(const Model *m, int kind, int window, double *freq) {
     int n_rot = m->config.n_rot[kind];
     double base = m->config.rope_base[kind];
@@ -871,16 +657,14 @@ static float rope_frequencies(const Model *m, int kind, int window, double *freq
 }
 
 bool session_open(Session *s, const Model *m, Options o, Error *e) {
-    const Config *c = &m->config;
-    *s = (Session){.m = m, .o = o, .rng = o.sampling.seed, .n_cache = c->n_layer};
-    if (!s->o.window) s->o.window = smaller(c->n_ctx, 4096);
-    if (c->n_exact) s->o.window = smaller(s->o.window, c->n_exact);   // DeepSeek 3.2
+    *s = (Session){.m = m, .o = o, .rng = o.sampling.seed, .n_cache = m->config.n_layer};
+    if (!s->o.window) s->o.window = smaller(m->config.n_ctx, 4096);
     if (!s->o.threads) s->o.threads = count_cpus();
+    limit_options(s);
     double rows = (double)s->o.window + o.chunk + o.keep;   // an int must hold their sum
     if (rows > INT32_MAX / 2 || o.window < 0 || o.chunk < 0 || o.keep < 0)
         return fail(e, "a window of %d, a chunk of %d and %d pinned tokens are out of range",
                     s->o.window, o.chunk, o.keep);
-    if (o.draft > 0 && o.chunk != 1) s->n_cache += c->n_nextn;
     s->cache = calloc(s->n_cache, sizeof *s->cache);
     if (!s->cache) return fail(e, "out of memory");
     s->pool = pool_open(s->o.threads);
@@ -893,7 +677,6 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     session_truncate(s, 0);   // memory is 0, so each row claims position 0: marks them empty
     for (int kind = FULL; kind <= WINDOWED; kind++)
         s->rope_mag[kind] = rope_frequencies(m, kind, s->o.window, s->freq[kind]);
-    alibi_slopes(s->slopes, c->n_head, c->alibi);   // BLOOM
     if (s->gpu) gpu_open(s);
     return true;
 }
@@ -902,46 +685,38 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
 // the rows of tokens `from` to n-1 in order, and returns false to stop. The row of a token is the
 // logits [n_vocab] of what follows it.
 typedef bool OnRow(void *ctx, int i, const float *row);
-typedef struct {
+typedef struct Request {
     const int32_t *ids;
     int n, from;
     bool hidden;   // for an embedding: a row is the token's normed residual stream [dim]
     OnRow *fn;
     void *ctx;
-    bool exact;    // one NaN makes a row an error (always if hidden); else only all NaN do
+    bool exact;    // a row with any NaN is an error, and not only one that is all NaN
     int guesses;   // the last tokens that are only guessed: their rows are not checked
 } Request;
 
-static bool check_ids(const Session *s, const int32_t *ids, int n, int known, Error *e);
+static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e);
 static bool give_rows(Session *s, const Request *r, int pos, int n, int first, bool gpu, Error *e);
-static int session_reuse(Session *s, const Request *r, int known);
-static int chunk_size(const Session *s, int pos, int left, bool snapshot);
+static int session_reuse(Session *s, const Request *r);
 
 // Evaluates a text chunk by chunk, reusing what the caches hold.
 static bool session_run(Session *s, Request r, Error *e) {
     bool in_history = r.ids == s->history.id;   // session_generate's text: realloc may move it
-    int known = in_history ? s->history.n : 0;
-    if (!check_ids(s, r.ids, r.n, known, e)) return false;
+    if (!check_ids(s, r.ids, r.n, e)) return false;
     if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
     if (in_history) r.ids = s->history.id;
-    int reused = session_reuse(s, &r, known), n;   // n: of the chunk
-    s->guesses = r.guesses;   // in one chunk with a token before them, see guesses_fit
-    // recurrent models save their states, to return to if the next prompt begins like this one
-    bool snapshot = s->n_recurrent && !in_history && r.n - (int)s->history.n > 1;
-    for (int p = reused; p < r.n; p += n) {
-        n = chunk_size(s, p, r.n - p, snapshot);
-        if (snapshot && p == r.n - 1) {
-            copy_states(s, s->saved, s->recurrent);
-            s->saved_pos = p;
-        }
+    int reused = session_reuse(s, &r);
+    bool prompt = !in_history && r.n - reused > 1;   // and not the next token of an answer
+    for (int p = reused, n; p < r.n; p += n) {
+        n = next_chunk(s, &r, p, prompt);   // s->o.chunk, or as many as are left
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
-        if (p + n - s->nextn_pos >= s->o.chunk) nextn_follow(s, r.ids, p + 1);   // Qwen3.5
         int first = r.from > p ? smaller(r.from - p, n) : 0;   // the chunk's first row for r.fn
-        bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);   // from n on: none
+        int logits_from = r.hidden ? n : first;   // n: none
+        bool gpu = gpu_forward(s, r.ids + p, n, p, logits_from);
         if (!gpu) forward(s, r.ids + p, n, p);
         memmove(s->history.id + p, r.ids + p, n * sizeof *r.ids);
         s->history.n = p + n;
-        s->seen = p + n - r.guesses;
+        chunk_seen(s);
         if (!give_rows(s, &r, p, n, first, gpu, e)) return false;
     }
     return !s->on_chunk || s->on_chunk(s->ctx, reused, r.n, r.n) || fail(e, "interrupted");
@@ -952,10 +727,9 @@ const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
     return session_run(s, last, e) ? s->logits : NULL;
 }
 
-// Can ids [n] be evaluated? The first `known` ones were checked.
-static bool check_ids(const Session *s, const int32_t *ids, int n, int known, Error *e) {
+static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e) {
     if (n < 1) return fail(e, "nothing to evaluate: no tokens");
-    for (int i = known; i < n; i++)
+    for (int i = 0; i < n; i++)
         if (ids[i] < 0 || ids[i] >= s->m->embd.rows)
             return fail(e, "token id %d is out of range; the model has %lld", ids[i],
                         (long long)s->m->embd.rows);
@@ -963,35 +737,17 @@ static bool check_ids(const Session *s, const int32_t *ids, int n, int known, Er
 }
 
 // Cuts the caches back to the longest prefix of the text that can be reused, and returns where
-// evaluation goes on, at r->from or before: rows from there on must be made. The first `known` ids
-// equal the history's.
+// evaluation goes on, at r->from or before: rows from there on must be made.
 //
 //   decode          the text is the history and one more token: there is nothing to cut
 //   prefix reuse    both begin alike: the history is cut back to where they differ
 //   full prefill    nothing is alike, or rows that are still needed were overwritten
-//
-// In a model that is not causal all depends on later tokens, too, and nothing can be reused. A
-// recurrent model goes back to its snapshot, which stands before the last token of a prompt.
-static int session_reuse(Session *s, const Request *r, int known) {
-    int p = known, n_history = s->history.n;
+static int session_reuse(Session *s, const Request *r) {
+    int p = 0, n_history = s->history.n;
     while (p < n_history && p < r->n && s->history.id[p] == r->ids[p]) p++;
-    if (p > r->from) p = r->from;
-    if (!s->m->config.causal) p = 0;
-    if (p == n_history) return p;   // the history goes on
-    if (s->n_recurrent) p = s->saved_pos >= 0 && s->saved_pos <= p ? s->saved_pos : 0;
-    if (!rows_resident(s, p)) p = 0;
-    session_truncate(s, p);
+    p = reusable(s, smaller(p, r->from));
+    if (p < n_history) session_truncate(s, p);
     return p;
-}
-
-// How many of the `left` tokens from pos on are the next chunk? In Llama 4 it ends where a span
-// ends. In recurrent models the last token of a prompt runs alone, after the snapshot: another
-// answer then costs one token.
-static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
-    int span = s->m->config.span, most = s->o.chunk;
-    if (span) most = smaller(most, span - pos % span);
-    if (left > most) return most;
-    return snapshot && left > 1 ? left - 1 : left;
 }
 
 // Fails if the row [n] of token i has nothing but NaN or, if exact, any NaN.
@@ -1026,12 +782,13 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 //
 // From logits to the next token, in stages. First some logits change: those of recent tokens (the
 // penalty) and of suppressed ids. Then ids with their logits become candidates. Temperature, top-k,
-// top-p and min-p change, sort or drop candidates, and one of the rest is drawn; at temperature 0
-// the best. (llama.cpp's temperature comes last; here top-p and min-p see probabilities after it.)
+// top-p and min-p change, sort or drop candidates, and return how many are left; one of them is
+// drawn, at temperature 0 the best. (llama.cpp's temperature comes last; here top-p and min-p see
+// probabilities after it.) Here l is logits, c candidates.
 
 // Part V sorts: sort_top brings the k best of c [n] to the front, in order; sort_share as many as
 // it takes for their weights (exp(logit - best)) to reach `sum`. sample_candidates makes candidates
-// of the logits l [n] that may be among the k best (0: of all), and returns how many.
+// of the k best of the logits l [n], and perhaps of a few more (k 0: of all), and returns how many.
 static void sort_top(Candidate *c, size_t n, size_t k);
 static void sort_share(Candidate *c, size_t n, double sum);
 static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k);
@@ -1057,8 +814,7 @@ static void sample_temperature(Candidate *c, size_t n, float temp) {
     for (size_t i = 0; i < n; i++) c[i].logit /= temp;
 }
 
-// Top-k, top-p and min-p return how many candidates are left. This one keeps the k best, in order,
-// unless k is 0 or above n.
+// keeps the k best, in order, unless k is 0 or above n
 static size_t sample_top_k(Candidate *c, size_t n, int k) {
     if (k <= 0 || (size_t)k > n) return n;
     sort_top(c, n, k);
@@ -1139,6 +895,9 @@ int32_t session_sample(Session *s, const float *logits) {
 }
 
 // ---- 10. generate ----
+
+static bool token_is_eog(const struct Tokenizer *t, int32_t id);   // does generation end here?
+static bool generate_guessing(Session *s, const int32_t *ids, int n, int most, OnToken f, Error *e);
 
 // Evaluates ids [n], and hands up to n_predict ids that follow (-1: no limit; 0: none) to on_token,
 // one by one. An end-of-generation id ends the text, and is not handed out. A new id is written
@@ -1529,14 +1288,15 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 //      key is ignored, and only those of RoPE, attention and experts are noted.
 //   3. Add the name to the rows of NEEDS: without it such a tensor may be missing.
 //   4. A new key gets a row in KEYS, a tensor with a new name a line in its block's load_ function,
-//      a new difference a field of Config, or a flag if only loading needs it. What a GPU cannot
-//      run, gpu_lacks in metal.c names.
+//      a new difference a field of families.h, or a flag if only loading needs it. What a GPU
+//      cannot run, gpu_lacks in metal.c names.
 //   5. Add a row to SHAPES in test.c, whose tests ask for what is left.
 // RoPE's pairing is the usual mistake, and position 0 cannot show it.
 //
 // Every row was measured against llama.cpp on random f32 models: logits agree to an NMSE of 1e-6.
 // golden/ has llama.cpp's logits for the names with a star. The names in files follow no rule.
 
+enum { ACT_SILU, ACT_GELU, ACT_RELU2, ACT_SWIGLU_OAI, ACT_RELU, ACT_XIELU, ACT_COUNT };
 enum { MIX_NONE, MIX_DELTA, MIX_SPACE, MIX_CONV };   // Layer.mixer
 enum { SOFTMAX = 1, SIGMOID };                       // Config.gating
 enum { NO_LAYER = 255 };                             // Arch.period
@@ -1567,7 +1327,7 @@ enum {   // what only loading needs to know
 
 typedef struct {
     const char *names;         // "llama* mistral3*"
-    Config c;                  // what differs from a Llama's; a file's keys override it
+    Config c;                  // what is not zero; a file's keys override it
     int flags;
     uint8_t period;            // one in `period` sees all, others a window; 0: all; NO_LAYER: none
     uint8_t no_rope;           // every no_rope-th layer has no RoPE
@@ -1711,6 +1471,7 @@ typedef struct {
     int n_layer_mtp;           // blocks behind the layers that predict further tokens
     int n_borrow;              // this many last layers read the caches of earlier ones
     int pattern;               // which layers have a window: a period, or this layer's yes or no
+    bool rotated;              // this layer has RoPE
     int n_rotated;             // this many first layers have RoPE although they see all
     bool loops_bare;           // no norm of the stream between loops
     bool side_by_side;         // of all layers
@@ -1781,7 +1542,7 @@ static const Key KEYS[] = {
     {"attention.scale", REAL, CONFIG(attn_scale), ANY, GRANITES},
     {"attn_logit_softcapping", REAL, CONFIG(attn_cap), ANY, "gemma2"},
     {"attention.value_scale", REAL, CONFIG(value_scale), ANY, "mimo2"},
-    {"attention.rope_pattern", BOOL, LAYER(rotated), 0, 1, "granite_swa"},
+    {"attention.rope_pattern", BOOL, IN_HINTS, true, offsetof(Hints, rotated), 0, 1, "granite_swa"},
     {"attention.clamp_kqv", REAL, CONFIG(clamp_qkv), ANY, "olmo dbrx mpt"},
     {"attention.max_alibi_bias", REAL, CONFIG(alibi), ANY, "jais mpt"},
     {"swiglu_clamp_exp", REAL, LAYER(limit_experts), ANY, "bailingmoe3 maple* step35"},
@@ -2098,10 +1859,9 @@ static void load_qk_norms(Loader *ld, Layer *w) {
     *q = load_norm(ld, "attn_q_norm", w->n_head, w->hd);
     *k = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
     bool maverick = ld->m->config.n_expert == 128;   // the larger Llama 4 has none
-    if (ld->arch->flags & QK_NORM_BARE && w->rotated && !maverick && !q->w)
+    if (ld->arch->flags & QK_NORM_BARE && w->rope != ROPE_NONE && !maverick && !q->w)
         *q = *k = (Norm){.w = scaled(ld, NULL, w->hd, 1), .n = w->hd, .group = w->hd};
     if (w->k.data && !q->w != !k->w) require(ld, NULL, q->w ? "attn_k_norm" : "attn_q_norm");
-    w->heads_alone = (!q->w || q->n == w->hd) && (!k->w || k->n == w->hd);
 }
 
 // Loads q, k, v and o with their norms, gates and sinks. In: numbers and widths of the heads.
@@ -2178,7 +1938,7 @@ static void load_norms(Loader *ld, Layer *w) {
     }
     w->attn_post_norm = load_norm(ld, "post_attention_norm", 1, c->dim);
     w->ffn_post_norm = load_norm(ld, "post_ffw_norm", 1, c->dim);
-    if (ld->m->config.embd_normed) w->attn_post_norm.eps = w->ffn_post_norm.eps = 1e-8f;
+    if (c->embd_normed) w->attn_post_norm.eps = w->ffn_post_norm.eps = 1e-8f;
     if (!w->ffn_norm.w) w->ffn_norm = output_norm;
     if (!w->ffn_norm.w && !w->ffn_post_norm.w) {
         w->ffn_norm = w->attn_post_norm;
@@ -2210,10 +1970,10 @@ static void load_window(Loader *ld, Layer *w) {
     w->hd = local ? ld->hints.hd_local : c->hd;
     w->vd = local ? ld->hints.vd_local : c->vd;
     w->n_rot = c->n_rot[local ? WINDOWED : FULL];
-    if (c->rope == ROPE_NONE) w->rotated = false;
-    if (a->no_rope && (ld->l + 1) % a->no_rope == 0) w->rotated = false;
+    w->rope = ld->hints.rotated ? c->rope : ROPE_NONE;
+    if (a->no_rope && (ld->l + 1) % a->no_rope == 0) w->rope = ROPE_NONE;
     bool first = ld->l < ld->hints.n_rotated;
-    if (a->flags & LOCAL_ROPE && windows && !local && !first) w->rotated = false;
+    if (a->flags & LOCAL_ROPE && windows && !local && !first) w->rope = ROPE_NONE;
 }
 
 // Loads layer ld->l: its numbers and norms, the attention or another mixer of tokens, the FFN.
@@ -2222,7 +1982,7 @@ static void load_layer(Loader *ld, Layer *w) {
     const Arch *a = ld->arch;
     snprintf(ld->prefix, sizeof ld->prefix, "blk.%d.", ld->l);
     ld->hints.pattern = a->period == NO_LAYER ? 0 : a->period;
-    w->rotated = true;
+    ld->hints.rotated = true;
     w->source = ld->l;
     load_keys(ld, w);
     load_window(ld, w);
@@ -2575,13 +2335,13 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 // rule (18), of which the state space is a variation.
 //
 //   14 positions           learned ones, RoPE beyond the texts of training, ALiBi, far queries
-//   15 steps of blocks     activations, bounds, damaged values, gates of attention
+//   15 layers              activations, bounds, damaged values, gates of attention, other_layer
 //   16 experts             in place of the FFN
 //   17 to 19               recurrent mixers: the convolution, the delta rule, the state space
 //   20 latent attention    keys and values are made of one short vector
 //   21 Gemma 4             borrowed caches, an input for each layer
 //   22 further tokens      a block behind the layers guesses them
-//   23 memory              the buffers and states of all blocks
+//   23 memory              caches, buffers and states, and what a session may reuse of them
 
 // ---- 14. positions ----
 //
@@ -2589,10 +2349,20 @@ bool model_open(Model *m, const char *path, Error *e) { return model_load(m, pat
 // own (Llama 3, longrope), or low frequencies more than high ones (YaRN, arXiv 2309.00071). Models
 // of images divide the pairs among three positions, which are the same in text; others stand still.
 
-// Adds to x the embeddings of its position and of token type 0, and norms the sum.
-static void add_embeddings(Session *s, float *x, size_t i) {
+static void add_scaled(float *x, const float *y, int n, float scale) {   // x += scale * y
+    for (int i = 0; i < n; i++) x[i] += y[i] * scale;
+}
+
+static void scale(float *x, size_t n, float by) {
+    if (by == 1) return;
+    for (size_t i = 0; i < n; i++) x[i] *= by;
+}
+
+// Scales an embedding x, adds those of its position and of token type 0, and norms the sum.
+static void embed_more(Session *s, float *x, size_t i) {
     const Model *m = s->m;
     const Config *c = &m->config;
+    scale(x, c->dim, c->embd_scale);
     float *more = s->normed + i * c->dim;   // free until the first norm
     if (m->pos_embd.data) matrix_row(&m->pos_embd, s->pos + i, more);
     if (m->pos_embd.data) add_scaled(x, more, c->dim, 1);
@@ -2669,13 +2439,13 @@ static void alibi_slopes(float *slope, int n_head, float max_bias) {
 // 1). Llama 4 takes pos + 1 for pos, and sharpens only where there is no RoPE.
 static void sharpen(const Session *s, float *q, size_t n, int pos) {
     const Config *c = &s->m->config;
-    if (c->sharpen_scale == 0 || (c->span && s->m->layers[s->l].rotated)) return;
+    if (c->sharpen_scale == 0 || (c->span && s->m->layers[s->l].rope != ROPE_NONE)) return;
     if (c->span) pos++;
     float lengths = floorf(pos / (float)c->sharpen_length);
     scale(q, n, c->sharpen_scale * logf(lengths + 1) + 1);
 }
 
-// ---- 15. steps of blocks ----
+// ---- 15. layers ----
 
 // A NaN stays a NaN: fminf would turn it into a number, and a damaged model would go on talking.
 static inline float within(float x, float limit) {
@@ -2688,8 +2458,8 @@ static void clamp(float *x, int64_t n, float limit) {
     for (int64_t i = 0; i < n; i++) x[i] = within(x[i], limit);
 }
 
-// An activation has its place in the enum of section 2, in activation_of and activate (or, with
-// numbers of its own, activate_more), in load_ffn and load_experts (does it have a gate?), a row of
+// An activation has its place in the enum of section 12, in activation_of and activate (or, with
+// numbers of its own, activate_row), in load_ffn and load_experts (does it have a gate?), a row of
 // ARCHS and print_info; for a GPU in NUMBERS_OF_LLM and activation of kernels.metal; in
 // reference_activation of test.c. Asserts and tests ask for what is missing.
 
@@ -2745,14 +2515,23 @@ static void xielu(float *x, int n, const Layer *w) {
     }
 }
 
-// activate_row in other families: up = act(gate) * up, or act(up) without a gate
-static void activate_more(const Session *s, const Ffn *f, float *gate, float *up) {
+typedef struct { const Matrix *gate, *up, *down; float limit; } Ffn;
+
+static void activate_row(Session *s, const void *arg, size_t i) {   // up = act(gate) * up
     const Config *c = &s->m->config;
+    const Ffn *f = arg;
     int ff = f->up->rows;
-    if (!f->gate->data) gate = NULL;
+    float *gate = f->gate->data ? s->gate + i * ff : NULL, *up = s->up + i * ff;
     if (c->act == ACT_XIELU) xielu(up, ff, &s->m->layers[s->l]);
     else if (gate && f->limit > 0) activate_limited(c, gate, up, ff, f->limit);
     else activate(up, gate, up, ff, c->act);
+}
+
+static void ffn_more(Session *s, const Ffn *f, float *out) {   // out = down * (act(gate) * up)
+    Matmul in[] = {{f->up, s->normed, s->up, s->n}, {f->gate, s->normed, s->gate, s->n}};
+    matmul(s->pool, &s->op_scratch, in, f->gate->data ? 2 : 1);   // StarCoder 2 has no gate
+    each_row(s, activate_row, f, s->n);
+    product(s, f->down, s->up, out);
 }
 
 static void cache_finite(uint16_t *v, int n, uint16_t *key) {
@@ -2773,9 +2552,17 @@ static void norm_heads(const Session *s, float *q, int n_head, float *k, int n_k
     if (w->k_norm.n) norm(k, k, n_kv * w->hd, &w->k_norm, c->norm, c->eps);
 }
 
-static void before_rope(const Session *s, float *q, int n_head, float *k, float *v, int n_kv) {
+static bool acts_before_rope(const Config *c, const Layer *w) {
+    return (w->q_norm.n && !c->qk_norm_late) || c->clamp_qkv > 0 || c->values_normed;
+}
+
+// one of *arg equal shares of a token's heads: i = token * *arg + share
+static void before_rope_row(Session *s, const void *arg, size_t i) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
+    int shares = *(const int *)arg, n_head = w->n_head / shares, n_kv = w->k.rows / w->hd / shares;
+    float *q = s->q + i * n_head * w->hd, *k = s->k + i * n_kv * w->hd;
+    float *v = s->v + i * n_kv * w->vd;
     clamp(q, n_head * w->hd, c->clamp_qkv);
     clamp(k, n_kv * w->hd, c->clamp_qkv);
     clamp(v, n_kv * w->vd, c->clamp_qkv);
@@ -2783,9 +2570,19 @@ static void before_rope(const Session *s, float *q, int n_head, float *k, float 
     if (c->values_normed) norm(v, v, n_kv * w->vd, &(Norm){.group = w->vd}, NORM_RMS, c->eps);
 }
 
-static void after_rope(const Session *s, float *q, int n_head, float *k, int n_kv, int pos) {
-    if (s->m->config.qk_norm_late) norm_heads(s, q, n_head, k, n_kv);
-    sharpen(s, q, n_head * s->m->layers[s->l].hd, pos);
+// If all heads have the same weights, a few tokens' heads are split, so that all threads have work.
+static void before_rope(Session *s) {
+    const Layer *w = &s->m->layers[s->l];
+    const Norm *q = &w->q_norm, *k = &w->k_norm;
+    bool alike = (!q->w || q->n == w->hd) && (!k->w || k->n == w->hd);
+    int shares = s->n <= FEW && alike ? w->n_kv : 1;
+    if (acts_before_rope(&s->m->config, w)) each_row(s, before_rope_row, &shares, s->n * shares);
+}
+
+static void after_rope(const Session *s, float *q, float *k, int pos) {
+    const Layer *w = &s->m->layers[s->l];
+    if (s->m->config.qk_norm_late) norm_heads(s, q, w->n_head, k, w->k.rows / w->hd);
+    sharpen(s, q, w->n_head * w->hd, pos);
 }
 
 // In latent attention a value begins its key. Encoders see later tokens. A chunk lies in one span.
@@ -2856,17 +2653,39 @@ static void gate_attention(Session *s, float *x, int width) {
     each_row(s, gate_row, &(Gated){x, width, gates}, s->n);
 }
 
-static bool adds_more(const Layer *w) {
-    return w->attn_post_norm.w || w->ffn_post_norm.w || w->attn_norm_2.w || w->out_scale ||
-           w->last_norm.w || w->input_gate.data;
+// attention_block for a layer that has gates, borrows a cache, or changes heads before RoPE
+static void attention_more(Session *s) {
+    const Layer *w = &s->m->layers[s->l];
+    project_more(s);
+    before_rope(s);
+    each_row(s, qkv_row, w, s->n);
+    attend(s);
+    if (has_gates(w)) gate_attention(s, s->att, w->vd);
+    product(s, &w->o, s->att, s->out);
+}
+
+// normed = norm(x), or x where there is no norm (OLMo 2)
+static void norm_more_row(Session *s, const void *arg, size_t i) {
+    const Config *c = &s->m->config;
+    const Norm *w = arg;
+    size_t at = i * c->dim;
+    if (w->w || c->norm == NORM_BARE) norm_row(s, w, i);
+    else memcpy(s->normed + at, s->x + at, c->dim * sizeof *s->x);
+}
+
+static void soft_cap(float *x, size_t n, float cap);   // x = cap * tanh(x / cap)
+static void cap_logits(const Session *s, size_t count) {
+    const Config *c = &s->m->config;
+    scale(s->logits, count, c->logit_scale);                            // Granite
+    if (c->logit_cap > 0) soft_cap(s->logits, count, c->logit_cap);     // Gemma 2
 }
 
 static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
-// returns norm(x) of n tokens of the last chunk, from `first` on: embeddings are pooled from them
+// Returns norm(x) of n tokens of the last chunk, from `first` on: embeddings are pooled from them
 static const float *hidden_rows(Session *s, int first, int n) {
     size_t dim = s->m->config.dim;
     gpu_fetch(s, s->x + first * dim, n * dim * sizeof *s->x);
-    for (int i = 0; i < n; i++) norm_row(s, &s->m->out_norm, first + i);
+    for (int i = 0; i < n; i++) norm_more_row(s, &s->m->out_norm, first + i);
     return s->normed + first * dim;
 }
 
@@ -2887,6 +2706,48 @@ static void add_more_row(Session *s, const void *arg, size_t i) {
     if (post != &w->attn_post_norm || !w->attn_norm_2.w) return;
     add_scaled(x, s->normed + i * c->dim, c->dim, 1);   // JinaBERT: the block's input, too
     norm(x, x, c->dim, &w->attn_norm_2, c->norm, c->eps);
+}
+
+// Can forward_layer run this layer? (after_rope and see_more still do what it needs.)
+static bool like_llama(const Config *c, const Layer *w) {
+    bool attends = w->k.rows && !w->k_b.data && !w->mixer && !has_gates(w) &&
+                   !acts_before_rope(c, w);
+    bool feeds = w->up.data && w->gate.data && !w->router.data;
+    bool normed = (w->attn_norm.w && w->ffn_norm.w) || c->norm == NORM_BARE;
+    bool adds = !w->attn_post_norm.w && !w->ffn_post_norm.w && !w->attn_norm_2.w &&
+                !w->last_norm.w && !w->out_scale && !w->input_gate.data && !w->side_by_side;
+    return attends && feeds && normed && adds && c->act == ACT_SILU && w->limit_ffn <= 0 &&
+           c->residual_scale == 1;
+}
+
+static void experts(Session *s), mix_tokens(Session *s), add_layer_input(Session *s);
+
+// forward_layer with all that other families have
+static bool other_layer(Session *s) {
+    const Config *c = &s->m->config;
+    const Layer *w = &s->m->layers[s->l];
+    int n = s->n;
+    if (like_llama(c, w)) return false;
+    if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
+
+    // x += attention(norm(x))
+    if (w->n_kv || w->mixer) {   // Nemotron-H: a layer has attention or an FFN
+        each_row(s, norm_more_row, &w->attn_norm, n);
+        mix_tokens(s);
+        // GPT-NeoX: side by side with attention, the FFN reads the stream as it was
+        if (w->side_by_side && w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
+        each_row(s, add_more_row, &w->attn_post_norm, n);
+    }
+
+    // x += ffn(norm(x))
+    if (w->up.data) {
+        if (!w->side_by_side) each_row(s, norm_more_row, &w->ffn_norm, n);
+        if (w->router.data) experts(s);   // Mixtral
+        else ffn_more(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
+        each_row(s, add_more_row, &w->ffn_post_norm, n);
+        if (w->input_gate.data) add_layer_input(s);   // Gemma 4
+    }
+    return true;
 }
 
 // ---- 16. experts ----
@@ -3112,9 +2973,10 @@ static void experts(Session *s) {
     }
     if (squeezed) product(s, &w->unsqueeze, s->squeezed_sum, s->out);
     if (!w->shared_up.data) return;
-    if (w->expert_norm.w) each_row(s, norm_row, &w->ffn_norm, n);   // the input as it was
+    if (w->expert_norm.w) each_row(s, norm_more_row, &w->ffn_norm, n);   // the input as it was
     if (w->shared_router.data) product(s, &w->shared_router, s->normed, s->route);
-    ffn(s, &(Ffn){&w->shared_gate, &w->shared_up, &w->shared_down, w->limit_ffn}, s->expert_out);
+    Ffn shared = {&w->shared_gate, &w->shared_up, &w->shared_down, w->limit_ffn};
+    ffn_more(s, &shared, s->expert_out);
     each_row(s, add_shared_row, w, n);
 }
 
@@ -3568,14 +3430,14 @@ static void latent_row(Session *s, const void *arg, size_t i) {
     const float *turn = s->angles[w->window ? WINDOWED : FULL] + i * w->n_rot;
     sharpen(s, q, w->q.rows, pos);
     norm(row, row, w->vd, &w->latent_norm, NORM_RMS, c->eps);
-    if (w->rotated) rope(row + w->vd, turn, w->n_rot, c->rope);
+    rope(row + w->vd, turn, w->n_rot, w->rope);
     uint16_t *to_row = kv->k + (size_t)slot * w->hd;
     narrow(row, w->hd, to_row);
     cache_finite(to_row, w->vd, to_row + w->vd);   // the rotated numbers are no value's
     kv->pos[slot] = pos;
     for (int h = 0; h < w->n_head; h++, q += hd, to += w->hd) {
         memcpy(to, q + hd - w->n_rot, w->n_rot * sizeof *q);
-        if (w->rotated) rope(to, turn, w->n_rot, c->rope);
+        rope(to, turn, w->n_rot, w->rope);
     }
 }
 
@@ -3616,8 +3478,8 @@ static void latent_attention(Session *s) {
 static void mix_tokens(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     if (w->k_b.data) latent_attention(s);
-    else if (w->n_kv) attention_block(s);
-    if (w->n_kv && w->mixer) each_row(s, add_row, NULL, s->n);
+    else if (w->n_kv) attention_more(s);
+    if (w->n_kv && w->mixer) each_row(s, add_more_row, &(Norm){0}, s->n);
     if (w->mixer) recurrent(s);
 }
 
@@ -3675,12 +3537,14 @@ static void layer_inputs_row(Session *s, const void *arg, size_t i) {   // e of 
 }
 
 static void make_layer_inputs(Session *s) {
+    if (!s->m->config.per_layer) return;
     product(s, &s->m->layer_proj, s->x, s->inputs);
     each_row(s, layer_inputs_row, &s->m->layer_embd, s->n);
 }
 
 static void layer_input_row(Session *s, const void *arg, size_t i) {   // act(Gate x) * e
-    const Config *c = arg;
+    const Config *c = &s->m->config;
+    (void)arg;
     int p = c->per_layer;
     float *gate = s->gate + i * p;
     activate(gate, gate, s->inputs + (i * c->n_layer + s->l) * p, p, c->act);
@@ -3689,7 +3553,7 @@ static void layer_input_row(Session *s, const void *arg, size_t i) {   // act(Ga
 static void add_layer_input(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     product(s, &w->input_gate, s->x, s->gate);
-    each_row(s, layer_input_row, &s->m->config, s->n);
+    each_row(s, layer_input_row, NULL, s->n);
     product(s, &w->input_proj, s->gate, s->out);
     each_row(s, add_more_row, &w->input_norm, s->n);
 }
@@ -3717,7 +3581,7 @@ static void load_nextn(Loader ld) {
         Layer *w = &m->layers[ld.l];
         if (!layer_tensor(&ld, ld.l, "nextn.eh_proj", ".weight")) return;
         load_layer(&ld, w);
-        if (ld.arch->no_rope != 1) w->rotated = w->n_rot > 0;   // whatever its place (Cohere 2)
+        if (ld.arch->no_rope != 1) w->rope = c->rope;   // whatever its place (Cohere 2)
         w->joint = load_matrix(&ld, "nextn.eh_proj", 2 * c->dim, c->dim, 1);
         w->embd_norm = load_norm(&ld, "!nextn.enorm", 1, c->dim);
         w->state_norm = load_norm(&ld, "!nextn.hnorm", 1, c->dim);
@@ -3735,15 +3599,23 @@ static void load_nextn(Loader ld) {
     }
 }
 
+static bool gpu_nextn(Session *s, int block, const int32_t *ids, int n, int pos);   // passes it
+static bool gpu_best(const Session *s, int32_t *id, double *chance);   // what nextn_best finds then
+
 static float *state_at(const Session *s, int pos) {   // there is room for those of a chunk
     return s->states + (size_t)(pos % s->o.chunk) * s->m->config.dim;
 }
 
 static void keep_state_row(Session *s, const void *arg, size_t i) {
-    const Config *c = arg;
+    const Config *c = &s->m->config;
+    (void)arg;
     const float *x = s->x + i * c->dim;
     if (c->nextn_raw) memcpy(state_at(s, s->pos + i), x, c->dim * sizeof *x);
     else norm(state_at(s, s->pos + i), x, c->dim, &s->m->out_norm, c->norm, c->eps);
+}
+
+static void keep_states(Session *s) {
+    if (s->n_cache > s->m->config.n_layer) each_row(s, keep_state_row, NULL, s->n);
 }
 
 static void pair_row(Session *s, const void *arg, size_t i) {   // to s->normed and behind it s->out
@@ -3765,7 +3637,7 @@ static void nextn_forward(Session *s, int block, const int32_t *ids, int n, int 
     s->ids = ids;
     s->n = n;
     s->pos = pos;
-    each_row(s, angles_row, c, n);
+    each_row(s, angles_row, NULL, n);
     each_row(s, pair_row, w, n);
     product(s, &w->joint, s->normed, s->x);
     forward_layer(s);
@@ -3854,6 +3726,29 @@ static void plan_states(Session *s, Arena *a) {
     s->trial = arena_take(a, trial, f);
 }
 
+static void plan_caches(Session *s, Arena *a) {
+    plan_states(s, a);
+    for (int l = 0; l < s->n_cache; l++) {
+        const Layer *w = &s->m->layers[l];
+        Cache *cache = &s->cache[l];
+        if (!w->n_kv) continue;
+        if (w->source != l) {   // Gemma 4: it reads the cache of an earlier layer
+            *cache = s->cache[w->source];
+            continue;
+        }
+        bool own = w->window && w->window < s->o.window;   // the smaller window counts
+        cache->window = own ? w->window : s->o.window;
+        cache->keep = own ? 0 : s->o.keep;   // such layers were trained without the first tokens
+        // guesses that fell were written, too: up to FEW rows, if a chunk is less
+        cache->rows = cache->keep + cache->window + larger(s->o.chunk, FEW);
+        uint64_t rows = (uint64_t)w->n_kv * cache->rows;
+        cache->k = arena_take(a, rows, w->hd * sizeof *cache->k);
+        cache->v = cache->k;   // latent attention
+        if (!w->k_b.data) cache->v = arena_take(a, rows, w->vd * sizeof *cache->v);
+        cache->pos = arena_take(a, cache->rows, sizeof *cache->pos);
+    }
+}
+
 static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes);   // of the states
 static void copy_states(Session *s, float *to, const float *from) {
     size_t bytes = s->n_recurrent * sizeof *to;
@@ -3891,6 +3786,7 @@ static void plan_scratch(Session *s, Arena *a) {
     for (int i = 0; i < 2; i++) s->angles[i] = arena_take(a, n * c->n_rot[i], f);
     for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, c->n_rot[i] / 2, sizeof(double));
     s->slopes = arena_take(a, c->n_head, f);
+    if (a->base) alibi_slopes(s->slopes, c->n_head, c->alibi);
     s->n_index = s->o.draft > 0 ? larger(2 * (uint64_t)s->o.window, 4096) : 0;
     s->index = arena_take(a, s->n_index, sizeof *s->index);
     s->states = arena_take(a, s->n_cache > c->n_layer ? n * c->dim : 0, f);
@@ -3938,6 +3834,13 @@ static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error
     return true;
 }
 
+static void limit_options(Session *s) {
+    const Config *c = &s->m->config;
+    if (c->n_exact) s->o.window = smaller(s->o.window, c->n_exact);   // DeepSeek 3.2
+    // a chunk of 1 has no room for the state of the token before
+    if (s->o.draft > 0 && s->o.chunk != 1) s->n_cache += c->n_nextn;
+}
+
 // Does every layer still hold all rows that a query at p sees?
 static bool rows_resident(const Session *s, int p) {
     for (int l = 0; l < s->m->config.n_layer; l++) {
@@ -3949,6 +3852,56 @@ static bool rows_resident(const Session *s, int p) {
     }
     return true;
 }
+
+// In a model that is not causal all depends on later tokens, too, and nothing can be reused. A
+// recurrent model goes back to its snapshot, which stands before the last token of a prompt.
+static int reusable(const Session *s, int p) {
+    if (!s->m->config.causal) return 0;
+    if (p == (int)s->history.n) return p;   // the history goes on
+    if (s->n_recurrent && (s->saved_pos < 0 || s->saved_pos > p)) return 0;
+    if (s->n_recurrent) p = s->saved_pos;
+    return rows_resident(s, p) ? p : 0;
+}
+
+// The states of recurrent layers cannot be cut back: they are cleared, or become the snapshot,
+// which was made at position p.
+static void forget_more(Session *s, int p) {
+    bool all = p == 0;
+    assert(!s->n_recurrent || all || p == s->saved_pos);
+    nextn_follow(s, s->history.id, p);
+    s->nextn_pos = p + 1;   // what a block reads for p, the state before it, is lost
+    s->n_indexed = smaller(s->n_indexed, p);
+    s->seen = p;
+    if (!all) copy_states(s, s->recurrent, s->saved);
+    else if (s->n_recurrent) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
+    if (all) s->saved_pos = -1;
+}
+
+// How many of the `left` tokens from pos on are the next chunk? In Llama 4 it ends where a span
+// ends. In recurrent models the last token of a prompt runs alone, after the snapshot: another
+// answer then costs one token.
+static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
+    int span = s->m->config.span, most = s->o.chunk;
+    if (span) most = smaller(most, span - pos % span);
+    if (left > most) return most;
+    return snapshot && left > 1 ? left - 1 : left;
+}
+
+// The length of the chunk at p. What it overwrites is kept: recurrent models save their states, to
+// return to if the next prompt begins like this one, and nextn blocks read theirs.
+static int next_chunk(Session *s, const Request *r, int p, bool prompt) {
+    bool snapshot = s->n_recurrent && prompt;
+    int n = chunk_size(s, p, r->n - p, snapshot);
+    s->guesses = r->guesses;   // in one chunk with a token before them, see guesses_fit
+    if (snapshot && p == r->n - 1) {
+        copy_states(s, s->saved, s->recurrent);
+        s->saved_pos = p;
+    }
+    if (p + n - s->nextn_pos >= s->o.chunk) nextn_follow(s, r->ids, p + 1);
+    return n;
+}
+
+static void chunk_seen(Session *s) { s->seen = s->history.n - s->guesses; }
 
 // ==== Part IV: text =============================================================================
 //
@@ -5009,7 +4962,7 @@ static void *obtain(Template *t, size_t n) {   // zeroed memory, for as long as 
 static const Str NOTHING = {"", 0};
 static Str str(const char *s) { return (Str){s, strlen(s)}; }
 static Str str_from(Str s, size_t n) { return (Str){s.s + n, s.n - n}; }   // less its first n bytes
-static bool is(Str name, const char *words) { return name.n && find_str(name, words); }
+static bool is(Str name, const char *words) { return find_str(name, words); }
 static bool in_name(char c) { return isalnum((uint8_t)c) || c == '_' || c & 0x80; }
 static bool is_space(uint32_t c) { return c < 128 ? isspace(c) : unicode_classes(c) & CLASS('s'); }
 static const char *skip_space(const char *p) { return p + strspn(p, " \t\n\v\f\r"); }
@@ -6295,6 +6248,11 @@ INLINE void prefetch_ahead(const void *p, int bytes) {
 // worker that wakes up late claims nothing and writes nothing, so nobody waits for it. A thread
 // that waits spins for 200 us before it sleeps, because waking it takes long.
 
+// parallel calls fn once for each task i = 0 .. n-1, in any order, on several threads, and waits
+// for all. ctx is what they work on; `thread` picks a buffer that no other running task has.
+typedef struct { void *ctx; int i, thread; } Task;
+typedef void TaskFn(Task t);
+
 enum { LINE_PAIR = 128 };        // bytes: numbers so far apart never share a cache line
 struct Pool {
     int threads;
@@ -6478,7 +6436,7 @@ static void memory_strip(Session *s, const Layer *w, Strip a) { plain_memory(s, 
 // ---- 28. instructions ----
 //
 // The loops of Part V are plain C on vectors as wide as the CPU's: vf has LANES floats, vi as many
-// int32, vb and vub four bytes in each lane. `a + b * c` is one or two instructions for 4, 8 or 16
+// int32, vub four bytes in each lane. `a + b * c` is one or two instructions for 4, 8 or 16
 // numbers. Few functions need intrinsics, of AVX-512 VNNI, AVX2 with or without VNNI, NEON with or
 // without products of bytes; other CPUs get plain C. INT8_TILE: products of bytes are faster than
 // products of floats for many tokens, too.
@@ -6517,7 +6475,6 @@ INLINE vf load_f32(const void *p) {
 INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
 
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
-typedef int8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vub __attribute__((vector_size(4 * LANES)));
 INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }   // a / b, rounded up
 INLINE vf larger_of(vf a, vf b) {

@@ -1252,7 +1252,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
         .rows = kv->rows, .window = kv->window, .keep = kv->keep, .span = c->span,
         .slices = slices, .q_step = qn->n > w->hd ? w->hd : 0, .k_step = kn->n > w->hd ? w->hd : 0,
         .eps = c->eps, .scale = c->attn_scale, .softcap = c->attn_cap,
-        .sharpen_scale = c->span && w->rotated ? 0 : c->sharpen_scale,
+        .sharpen_scale = c->span && w->rope != ROPE_NONE ? 0 : c->sharpen_scale,
         .sharpen_length = c->sharpen_length, .sharpen_next = c->span > 0};
     float *q = is_gated(w) ? s->mix : s->q;
     float *angles = s->angles[w->window ? WINDOWED : FULL];
@@ -1262,7 +1262,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
         .constant = {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = w->hd,
                      [C_VALUE_DIM] = w->vd, [C_VALUE_STEP] = latent ? w->hd : w->vd,
                      [C_QUERY_HEADS] = heads, [C_ROW_LANES] = lanes,
-                     [C_PAIRING] = w->rotated ? c->rope : ROPE_NONE, [C_QK_NORMED] = qk_normed,
+                     [C_PAIRING] = w->rope, [C_QK_NORMED] = qk_normed,
                      [C_QK_LATE] = c->qk_norm_late, [C_CENTRED] = c->norm != NORM_RMS,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
@@ -1314,7 +1314,7 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
                                     s->angles[w->window ? WINDOWED : FULL], s->gpu->now}, 8,
                UNITS(n * (w->n_head + 1)), 0,
                {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd,
-                [C_PAIRING] = w->rotated ? c->rope : ROPE_NONE});
+                [C_PAIRING] = w->rope});
 }
 
 // x[n][n_head][width] times gates, which are a product of their own and go to s->z
@@ -1661,7 +1661,7 @@ static uint64_t send_tokens(Session *s, const int32_t *ids, int n, int pos, int 
         key = (key ^ (x.slices << 8 | x.heads)) * 0x100000001b3;
         for (int i = 0; ids && i < n; i++) kv->pos[cache_row(kv, pos + i)] = pos + i;
     }
-    each_row(s, angles_row, c, n);
+    each_row(s, angles_row, NULL, n);
     device_send(g, g->now, NOW_COUNTS * sizeof *g->now);
     device_send(g, g->ids, n * sizeof *g->ids);
     device_send(g, s->angles[FULL], (size_t)n * c->n_rot[FULL] * sizeof(float));

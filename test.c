@@ -1911,7 +1911,7 @@ static void test_nextn(void) {
     Shape turned = {"cohere2moe", 5, "1Txs5", EXPERT_KEYS WINDOW_KEYS COHERE_KEYS
                     "nextn_predict_layers=1"};
     const Layer *last = &random_model(&turned)->layers[4];
-    CHECK(last->rotated && !last->window && last->joint.data, "a block without RoPE");
+    CHECK(last->rope != ROPE_NONE && !last->window && last->joint.data, "a block without RoPE");
     // what is not known of a block leaves it idle
     static const struct { const char *keys; Spoil spoil; const char *why; } idle[] = {
         {"", {NULL}, ""}, {"attention.head_count_kv=2,2", {NULL}, "a number, or one a layer"},
@@ -4976,12 +4976,11 @@ static void lab_heads(Lab *x, const AttentionCase *t) {   // one layer, and its 
     x->m.config = (Config){
         .norm = strchr(t->what, 'c') ? NORM_LAYER : NORM_RMS, .eps = 1e-5f, .attn_scale = 0.2f,
         .qk_norm_late = strchr(t->what, 'l'),
-        .rope = t->pairing == ROPE_NONE ? ROPE_HALVES : t->pairing,   // the layer has none
         .n_rot = {t->n_rot}, .attn_cap = t->softcap, .causal = t->causal,
         .alibi = t->slopes, .sharpen_length = 8,
         .sharpen_scale = strchr(t->what, 't') ? 0.7f : 0};
     x->w = (Layer){.n_head = H, .n_kv = KV, .hd = hd, .vd = vd, .n_rot = t->n_rot,
-                   .rotated = t->pairing != ROPE_NONE, .q.rows = H * hd * (1 + gated),
+                   .rope = t->pairing, .q.rows = H * hd * (1 + gated),
                    .k.rows = KV * hd, .v.rows = KV * vd,
                    .sinks = t->sinks ? lab_floats(g, H, 3) : NULL};
     for (int k = 0; k < 2; k++) {
@@ -5024,7 +5023,8 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
     a.scale = x.m.config.attn_scale;
     a.sinks = x.w.sinks;
     for (int i = 0; gated && i < n; i++) split_gate_row(&cpu, &x.w, i);
-    for (int i = 0; i < n; i++) qkv_share(&cpu, &(int){1}, i);   // all heads at once
+    for (int i = 0; i < n; i++) before_rope_row(&cpu, &(int){1}, i);   // all heads at once
+    for (int i = 0; i < n; i++) qkv_row(&cpu, &x.w, i);
     plain_attention(&a, need(a.rows * sizeof(float)));
     for (int i = 0; gated && i < n; i++) gate_row(&cpu, &(Gated){a.out, vd, vd}, i);
     const char *name = text_of("attention, case %d", (int)(t - ATTENTION));
@@ -5337,10 +5337,10 @@ static void kernel_latent(Gpu *g, int unused) {   // its row of the cache, and a
     enum { H = 3, N = 2, LORA = 20, ROT = 12, HD = 30, ROWS = 9, POS = 5, P = 40 };
     for (int pairing = ROPE_HALVES; pairing <= ROPE_NONE; pairing++) {
         Lab x = lab(g);
-        x.m.config = (Config){.act = ACT_GELU, .eps = 1e-5f, .rope = pairing, .sharpen_scale = 0.7f,
+        x.m.config = (Config){.act = ACT_GELU, .eps = 1e-5f, .sharpen_scale = 0.7f,
                               .sharpen_length = 2, .per_layer = P, .n_layer = 1};
         x.w = (Layer){.n_head = H, .hd = LORA + ROT, .vd = LORA, .n_rot = ROT, .q.rows = H * HD,
-                      .rotated = pairing != ROPE_NONE, .latent_norm = lab_norm(g, LORA, LORA)};
+                      .rope = pairing, .latent_norm = lab_norm(g, LORA, LORA)};
         Cache c = {.k = lab_bytes(g, 2 * ROWS * x.w.hd), .pos = lab_bytes(g, 4 * ROWS), ROWS};
         Cache want = c;
         x.s = (Session){.pos = POS, .k = lab_floats(g, N * x.w.hd, 3), .cache = &c,
@@ -5357,7 +5357,7 @@ static void kernel_latent(Gpu *g, int unused) {   // its row of the cache, and a
         cpu.k = lab_copy(g, x.s.k, N * x.w.hd);
         cpu.gate = lab_copy(g, x.s.gate, N * P);
         for (int i = 0; i < N; i++) latent_row(&cpu, &x.w, i);
-        for (int i = 0; i < N; i++) layer_input_row(&cpu, &x.m.config, i);
+        for (int i = 0; i < N; i++) layer_input_row(&cpu, NULL, i);
         run_latent_row(lab_begin(&x), &x.w, N);
         run_inputs(&x.s, N);
         lab_end(&x, "latent_row");
@@ -5952,8 +5952,8 @@ static void bench_attention(Gpu *g, const char *name, int H, int hd, int rows, i
     if (!strstr(name, bench_only)) return;
     for (int i = 0; i < rows; i++) pos[i] = i;
     x.m.config = (Config){.eps = 1e-5f, .attn_scale = 0.2f, .residual_scale = 1, .dim = D,
-                          .rope = ROPE_HALVES, .causal = true};
-    x.w = (Layer){.n_head = H, .n_kv = KV, .hd = hd, .vd = hd, .n_rot = hd, .rotated = 1, .ff = FF};
+                          .causal = true};
+    x.w = (Layer){.n_head = H, .n_kv = KV, .hd = hd, .vd = hd, .n_rot = hd, .ff = FF};
     x.w.attn_norm = x.w.ffn_norm = (Norm){bench_floats(g, D), NULL, D, 0};
     x.s = (Session){.cache = c, .pos = rows - n, .q = bench_floats(g, n * H * hd),
                     .k = bench_floats(g, n * KV * hd), .v = bench_floats(g, n * KV * hd),
