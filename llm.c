@@ -294,6 +294,7 @@ typedef struct {               // no defaults: all 0 is greedy
 } Sampling;
 
 enum { LOGIT_ROWS = 16 };      // rows of logits that are made at once: their buffer is large
+enum { BEST_IDS = 256 };       // neighbouring logits of which the sampler knows the best, see Best
 enum { FEW = 8 };   // in a call of at most FEW tokens each gets the same bits as alone
 
 typedef struct {               // 0: the default, here in brackets
@@ -303,6 +304,7 @@ typedef struct {               // 0: the default, here in brackets
     int threads;               // (all CPUs)
     int draft;                 // most tokens that are guessed at once, at most FEW - 1 (0: none)
     bool cpu, gpu_block;       // no GPU; on a GPU, half a layer in one launch
+    int gpu_layers;            // most layers that a GPU runs (as many as fit)
     Sampling sampling;         // (greedy)
 } Options;
 
@@ -318,6 +320,9 @@ typedef struct {
 } Cache;
 
 typedef struct { float logit; int32_t id; } Candidate;   // for the next token (or an expert group)
+// of BEST_IDS logits the best, or -3e38; on a GPU its id, and the sum of exp(logit - best)
+typedef struct { float logit, id, sum; } Best;
+static size_t best_parts(size_t n) { return (n + BEST_IDS - 1) / BEST_IDS; }   // of n logits
 typedef struct { bool (*fn)(void *ctx, int32_t id); void *ctx; } OnToken;   // fn: false stops
 typedef struct Pool Pool;      // threads
 
@@ -345,9 +350,10 @@ typedef struct Session {
     float *q, *k, *v;          // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd]
     float *att;                // [n][n_head][vd] what heads (or a mixer) give, before the matrix o
     float *gate, *up;          // [n][ff]; of experts [rows][ff], see rows below
+    Best *best;                // [FEW + 1][n_vocab / BEST_IDS] the last are those of row 0 of
     float *logits;             // [LOGIT_ROWS][n_vocab]
     Candidate *candidates;     // [n_vocab] of the sampler
-    float *penalized;          // [n_vocab] logits, after its penalty
+    size_t n_best;             // rows of logits whose best ones are known: the GPU has made them
     float *angles[2];          // [n][n_rot] cos, sin pairs, of FULL layers and of WINDOWED ones
     double *freq[2];           // [n_rot/2] radians per position
     float rope_mag[2];         // a factor of the cosines and sines
@@ -465,9 +471,9 @@ static RowFn add_more_row, keep_state_row;
 static bool check_more(const Session *s, int n, Error *e);   // can the model run n tokens?
 static void nextn_follow(Session *s, const int32_t *ids, int end);   // tokens below end pass them
 
-// A GPU (metal.c) runs the whole model on a Session's buffers. False: there is none, or it failed,
-// and the CPU does the work. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row
-// `first` on; gpu_logits makes further ones.
+// A GPU (metal.c) runs the model, or its last layers, on a Session's buffers. False: there is none,
+// or it failed, and the CPU does the work. gpu_forward also makes the logits of up to LOGIT_ROWS
+// rows, from row `first` on; gpu_logits makes further ones.
 static int gpu_chunk(Session *s);    // finds a GPU, sets s->gpu; returns its default chunk, or 0
 static void gpu_open(Session *s), gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
@@ -550,6 +556,7 @@ static void matrix_row(const Matrix *w, int64_t r, float *out) {
 
 static RowFn embed_row, angles_row, norm_row, qkv_share, activate_row, add_row;
 static void forward_layer(Session *s), attention_block(Session *s), attend(Session *s);
+static void forward_ffn(Session *s);
 typedef struct Ffn { const Matrix *gate, *up, *down; float limit; } Ffn;
 static void ffn(Session *s, const Ffn *f, float *out);
 
@@ -589,14 +596,16 @@ static void forward_layer(Session *s) {   // the chunk passes layer s->l
         each_row(s, add, &w->attn_post_norm, n);
     }
 
-    // x += ffn(norm(x))
-    if (w->up.data) {
-        if (!w->side_by_side) each_row(s, norm_row, &w->ffn_norm, n);
-        if (w->router.data) experts(s);   // Mixtral
-        else ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
-        each_row(s, add, &w->ffn_post_norm, n);
-        if (w->input_gate.data) add_layer_input(s);   // Gemma 4
-    }
+    if (w->up.data) forward_ffn(s);
+    if (w->input_gate.data) add_layer_input(s);   // Gemma 4
+}
+
+static void forward_ffn(Session *s) {   // x += ffn(norm(x)): the second half of a layer
+    const Layer *w = &s->m->layers[s->l];
+    if (!w->side_by_side) each_row(s, norm_row, &w->ffn_norm, s->n);
+    if (w->router.data) experts(s);   // Mixtral
+    else ffn(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
+    each_row(s, adds_more(w) ? add_more_row : add_row, &w->ffn_post_norm, s->n);
 }
 
 static void embed_row(Session *s, const void *arg, size_t i) {   // x = the token's embedding
@@ -996,9 +1005,9 @@ static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
 
 // Fails if the row [n] of token i has nothing but NaN or, if exact, any NaN.
 static bool check_row(const float *row, size_t n, bool exact, int i, Error *e) {
-    size_t nans = 0;
-    for (size_t k = 0; k < n; k++) nans += isnan(row[k]) != 0;
-    if (nans < n && !(exact && nans)) return true;
+    size_t k = 0;   // of the first number; exact: of the first NaN
+    while (k < n && !isnan(row[k]) == exact) k++;
+    if ((k == n) == exact) return true;
     return fail(e, "at token %d the model yields %s NaN: its weights may be damaged", i,
                 exact ? "a" : "nothing but");
 }
@@ -1024,31 +1033,35 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 
 // ---- 9. sampler ----
 //
-// From logits to the next token, in stages. First some logits change: those of recent tokens (the
-// penalty) and of suppressed ids. Then ids with their logits become candidates. Temperature, top-k,
-// top-p and min-p change, sort or drop candidates, and one of the rest is drawn; at temperature 0
-// the best. (llama.cpp's temperature comes last; here top-p and min-p see probabilities after it.)
+// From logits to the next token, in stages. First ids with their logits become candidates: all, or
+// few besides those that top-k keeps. Recent ones fall (the penalty), and suppressed ones. Then
+// temperature, top-k, top-p and min-p change, sort or drop candidates, and one of the rest is
+// drawn; at temperature 0 the best. (llama.cpp's temperature comes last; here top-p and min-p see
+// probabilities after it.)
+
+// what is sampled: logits [n], of each BEST_IDS the best, recent ids, and ids that are never said
+typedef struct { const float *logits; size_t n; const Best *best; Tokens last, never; } Draw;
 
 // Part V sorts: sort_top brings the k best of c [n] to the front, in order; sort_share as many as
 // it takes for their weights (exp(logit - best)) to reach `sum`. sample_candidates makes candidates
-// of the logits l [n] that may be among the k best (0: of all), and returns how many.
+// of what may be among the k best (0: of all) when last and never have fallen, in the order of ids,
+// and returns how many. NaN never wins.
 static void sort_top(Candidate *c, size_t n, size_t k);
 static void sort_share(Candidate *c, size_t n, double sum);
-static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k);
+static void find_best(Best *best, const float *logits, size_t n);
+static size_t sample_candidates(Candidate *c, const Draw *d, int k);
 
-static void sample_begin(float *l, const float *logits, size_t n) {   // a copy; NaN never wins
-    for (size_t i = 0; i < n; i++) l[i] = isnan(logits[i]) ? -INFINITY : logits[i];
-}
-
-// Makes each of the last tokens less likely: positive logits are divided by the penalty, negative
-// ones multiplied. An id counts once, however often it occurs, because its new logit in l [n] is
-// computed from the old one in logits [n].
-static void sample_penalty(float *l, const float *logits, size_t n, const int32_t *last, int n_last,
-                           float penalty) {
-    for (int i = 0; i < n_last; i++) {
-        if ((size_t)last[i] >= n || isnan(logits[last[i]])) continue;
-        float x = logits[last[i]];
-        l[last[i]] = x * (x > 0 ? 1 / penalty : penalty);
+// Makes ids less likely: positive logits are divided by the penalty, negative ones multiplied, with
+// INFINITY nothing is left. An id counts once, however often it occurs, because its new logit is
+// computed from the old one in `logits`.
+static void sample_penalty(Candidate *c, size_t n, const float *logits, Tokens ids, float penalty) {
+    for (size_t i = 0; i < ids.n; i++) {
+        int32_t id = ids.id[i];
+        size_t at = id >= 0 && (size_t)id < n && c[id].id == id ? id : 0;   // if all are candidates
+        while (at < n && c[at].id != id) at++;
+        if (at == n || isnan(logits[id])) continue;
+        float factor = logits[id] > 0 ? 1 / penalty : penalty;
+        c[at].logit = penalty < INFINITY ? logits[id] * factor : -INFINITY;
     }
 }
 
@@ -1109,12 +1122,14 @@ static double random_unit(uint64_t *state) {   // splitmix64, in [0, 1)
     return ((z ^ z >> 31) >> 11) * 0x1p-53;
 }
 
-// Chooses among the logits l [n]; c has room for n candidates.
-static int32_t sample(const Sampling *o, Candidate *c, const float *l, size_t n, uint64_t *rng) {
+// c has room for n candidates
+static int32_t sample(const Sampling *o, Candidate *c, const Draw *d, uint64_t *rng) {
     double total, sum;
     bool greedy = o->temp < 1e-30f;   // 0, or logits / temp would overflow
     int k = greedy ? 1 : o->top_k;
-    n = sample_candidates(c, l, n, k);
+    size_t n = sample_candidates(c, d, o->repeat_penalty < 1 ? 0 : k);   // below 1 logits may rise
+    sample_penalty(c, n, d->logits, d->last, o->repeat_penalty);
+    sample_penalty(c, n, d->logits, d->never, INFINITY);
     if (!greedy) sample_temperature(c, n, o->temp);
     n = sample_top_k(c, n, k);
     if (greedy) return c->id;
@@ -1127,15 +1142,15 @@ static int32_t sample(const Sampling *o, Candidate *c, const float *l, size_t n,
 
 int32_t session_sample(Session *s, const float *logits) {
     const Sampling *o = &s->o.sampling;
-    const Tokens *never = &s->m->suppressed;
-    float *l = s->penalized;
-    int n = o->repeat_last_n, n_vocab = s->m->config.n_vocab;
-    if (n < 0 || n > (int)s->history.n) n = s->history.n;
-    sample_begin(l, logits, n_vocab);
-    sample_penalty(l, logits, n_vocab, s->history.id + s->history.n - n, n, o->repeat_penalty);
-    for (size_t i = 0; i < never->n; i++)
-        if (never->id[i] >= 0 && never->id[i] < n_vocab) l[never->id[i]] = -INFINITY;
-    return sample(o, s->candidates, l, n_vocab, &s->rng);
+    size_t n_vocab = s->m->config.n_vocab, row = 0;
+    size_t n = o->repeat_penalty == 1 ? 0 : o->repeat_last_n;   // -1 is more than there can be
+    Tokens last = s->history;
+    if (n < last.n) last = (Tokens){last.id + last.n - n, n, n};
+    while (row < s->n_best && logits != s->logits + row * n_vocab) row++;
+    Best *best = s->best + (FEW - row) * best_parts(n_vocab);
+    if (row == s->n_best) find_best(best, logits, n_vocab);   // in a row that is free
+    Draw d = {logits, n_vocab, best, last, s->m->suppressed};
+    return sample(o, s->candidates, &d, &s->rng);
 }
 
 // ---- 10. generate ----
@@ -3917,9 +3932,9 @@ static void plan_scratch(Session *s, Arena *a) {
     s->order = arena_take(a, n * c->n_used, sizeof *s->order);
     s->weight = arena_take(a, n * c->n_used, f);
     a->used = start;            // 3: logits
-    s->logits = arena_take(a, (uint64_t)LOGIT_ROWS * c->n_vocab, f);
+    s->best = arena_take(a, (FEW + 1) * best_parts(c->n_vocab), sizeof *s->best);
+    s->logits = arena_take(a, (uint64_t)LOGIT_ROWS * c->n_vocab, f);   // next, see gpu_finish
     s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
-    s->penalized = arena_take(a, c->n_vocab, sizeof *s->penalized);
 }
 
 // Runs a plan to learn the size, and again to place the buffers, in whole pages, which a GPU can
@@ -6613,6 +6628,14 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
     int16x8_t lo = vmull_s8(vget_low_s8(a), vget_low_s8(b)), hi = vmull_high_s8(a, b);
     return sum + (vi)vpaddq_s32(vpaddlq_s16(lo), vpaddlq_s16(hi));
 }
+#elif defined(__SSE2__)
+#include <emmintrin.h>
+enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };
+INLINE vi dot_bytes(vi sum, vi w, vi x) {   // products of bytes 0 and 2, then of 1 and 3
+    __m128i a = (__m128i)w, b = (__m128i)x, even = _mm_slli_epi16(b, 8);
+    even = _mm_madd_epi16(_mm_srai_epi16(_mm_slli_epi16(a, 8), 8), _mm_srai_epi16(even, 8));
+    return sum + (vi)even + (vi)_mm_madd_epi16(_mm_srai_epi16(a, 8), _mm_srai_epi16(b, 8));
+}
 #else
 enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };
 static vi dot_bytes(vi sum, vi w, vi x) {   // no INLINE: gcc would take minutes
@@ -6756,19 +6779,23 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int toke
 
 // Sums lanes of LANES rows at once, because that costs as much as 256 weights. sums [n][LANES] keep
 // the rows' vectors until row i fills them or is the last. Tokens of out lie `step` floats apart.
-INLINE void put_sums(vf sums[][LANES], int n, int64_t i, int64_t rows, float *out, size_t step) {
-    int last = i % LANES;
-    if (last + 1 < LANES && i + 1 < rows) return;
+static __attribute__((noinline)) void put_rows(vf sums[][LANES], int n, int last, float *out,
+                                               size_t step) {
     for (int t = 0; t < n; t++, out += step) {
         vf sum = sum_each(sums[t]);
-        memcpy(out + i - last, &sum, (last + 1) * sizeof *out);
+        memcpy(out, &sum, (last + 1) * sizeof *out);
     }
+}
+INLINE void put_sums(vf sums[][LANES], int n, int64_t i, int64_t rows, float *out, size_t step) {
+    int last = i % LANES;
+    if (last + 1 == LANES || i + 1 == rows) put_rows(sums, n, last, out + i - last, step);
 }
 
 // `tokens`, job->n or more, is a constant, so that sums stay in registers; the last token repeats.
 INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_ARGS) {
     int64_t cols = job->w->cols, step = (cols + 255) / 256;
     int bytes = f->bytes, n = job->n;
+    int64_t whole = cols / 256, rest = cols % 256 * bytes / 256;
     const uint8_t *b = weight_at(job->w, r, 0);
     const TokenActs *acts[FEW];
     vf sums[FEW][LANES] = {{{0}}};
@@ -6791,13 +6818,14 @@ INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_A
     }
     for (; i < end - r; i++) {
         vf sum[FEW][2] = {{{0}}};
-        int64_t k = 0, rest = cols % 256 * bytes / 256;
-        for (; k < cols / 256; k++, b += bytes) {
-            prefetch_ahead(b, bytes);
-            dot256(decode, f, b, tokens, acts, k, sum);
-        }
-        if (rest) dot256(decode, f, memcpy(last, b, rest), tokens, acts, k, sum);
-        b += rest;
+        const uint8_t *from = b;
+        if (rest) memcpy(last, b + whole * bytes, rest);
+        for (int64_t k = 0, stop = whole; k < step; stop = step, from = last)
+            for (; k < stop; k++, from += bytes) {
+                prefetch_ahead(from, bytes);
+                dot256(decode, f, from, tokens, acts, k, sum);
+            }
+        b += whole * bytes + rest;
         UNROLL for (int t = 0; t < tokens; t++)
             sums[t][i % LANES] = sum[t][0] + sum[t][1] * (f->bias ? -(float)f->bias : 1);
         put_sums(sums, n, i, end - r, job->out + r, output_step(job->w));
@@ -8114,16 +8142,17 @@ static bool gpu_best(const Session *s, int32_t *id, double *chance) { return fal
 static bool gpu_copy(Session *s, float *to, const float *from, size_t n) { return false; }
 static UNUSED double gpu_rate(Session *s, void *p, size_t n) { return 0; }
 static UNUSED double gpu_bytes(const Session *s) { return 0; }
+static UNUSED int gpu_layers(const Session *s) { return 0; }
 #pragma GCC diagnostic pop
 #endif
 
 // ---- 39. candidates of the sampler ----
 //
-// To add a stage, write it like those of section 9. If it changes logits by id, or needs all of
-// them, call it in session_sample, else in sample, where only about top-k candidates are left. Give
-// it a field at the end of Sampling, in which 0 is off, and in Part VI a default in main, a row of
-// OPTIONS and, if files may ask for it, one in sampling_defaults and print_file's keys. Then add a
-// line to test_sampler_stages of test.c; the README has the order of stages.
+// To add a stage, write it like those of section 9, and call it in sample, which has about top-k
+// candidates. If it lowers logits by id, its ids belong into Draw; if it raises some, or needs all,
+// all become candidates. Give it a field at the end of Sampling, in which 0 is off, and in Part VI
+// a default in main, a row of OPTIONS and, if files may ask for it, one in sampling_defaults and
+// print_file's keys. Then add a line to test_sampler_stages of test.c (README: order of stages).
 
 static int best_first(const void *a, const void *b) {   // ties: the lower id
     const Candidate *x = a, *y = b;
@@ -8148,32 +8177,38 @@ static void sort_top(Candidate *c, size_t n, size_t k) {
     qsort(c, gathered, sizeof *c, best_first);
 }
 
-// Returns a logit that at least k of l [n] reach, and few more if k is far below COLUMNS: the k-th
-// best of the largest in each of COLUMNS columns of l. k 0: all reach it; c is scratch.
-static float least_of_top(Candidate *c, const float *l, size_t n, int k) {
-    enum { COLUMNS = 256 };
-    float best[COLUMNS];
-    if (k <= 0 || k > COLUMNS || n < COLUMNS) return -INFINITY;
-    memcpy(best, l, sizeof best);
-    for (size_t i = COLUMNS; i + COLUMNS <= n; i += COLUMNS)
-        for (int j = 0; j < COLUMNS; j++) best[j] = l[i + j] > best[j] ? l[i + j] : best[j];
-    for (int j = 0; j < COLUMNS; j++) c[j] = (Candidate){best[j], j};
-    sort_top(c, COLUMNS, k);
-    return c[k - 1].logit;
+static void find_best(Best *best, const float *logits, size_t n) {   // of each BEST_IDS
+    enum { WIDE = 32 };   // logits that the compiler compares at once
+    for (size_t from = 0; from < n; from += BEST_IDS, best++) {
+        float top[WIDE], most = -3e38f;
+        for (int j = 0; j < WIDE; j++) top[j] = most;
+        for (size_t i = from; i < from + BEST_IDS && i < n; i += WIDE)
+            for (int j = 0; j < smaller(WIDE, n - i); j++)
+                top[j] = logits[i + j] > top[j] ? logits[i + j] : top[j];
+        for (int j = 0; j < WIDE; j++) most = top[j] > most ? top[j] : most;
+        best->logit = most;
+    }
 }
 
-// in the order of their ids, and few besides the k best: about 43 for k = 40
-static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
-    enum { STEP = 64 };   // logits that the compiler compares at once
-    float least = least_of_top(c, l, n, k);
-    size_t kept = 0;
-    for (size_t i = 0, end; i < n; i = end) {
-        int some = 0;   // with a bool the compiler would compare one by one
-        end = i + STEP < n ? i + STEP : n;
-        for (size_t j = i; j < end; j++) some |= l[j] >= least;
-        if (!some) continue;
-        for (size_t j = i; j < end; j++)
-            if (l[j] >= least) c[kept++] = (Candidate){l[j], j};
+// At least k logits reach the k-th best of d->best, not counting those that fall, and few more:
+// about 43 for k = 40. Of BEST_IDS whose best one does not reach it none is read.
+static size_t sample_candidates(Candidate *c, const Draw *d, int k) {
+    const float *l = d->logits;
+    size_t parts = best_parts(d->n), most = k + d->never.n, kept = 0;   // never: they may be best
+    float least = -INFINITY;
+    for (size_t i = 0; i < parts; i++) c[i] = (Candidate){d->best[i].logit, i};
+    for (size_t i = 0; i < d->last.n; i++) {
+        size_t id = d->last.id[i], part = id / BEST_IDS;
+        if (id < d->n && l[id] >= c[part].logit) c[part].logit = -INFINITY;
+    }
+    if (k > 0 && most <= parts) {
+        sort_top(c, parts, most);
+        if (c[most - 1].logit > -3e38f) least = c[most - 1].logit;
+    }
+    for (size_t i = 0, end; i < d->n; i = end) {
+        end = smaller(i + BEST_IDS, d->n);
+        for (size_t j = i; j < end && d->best[i / BEST_IDS].logit >= least; j++)
+            if (!(l[j] < least)) c[kept++] = (Candidate){isnan(l[j]) ? -INFINITY : l[j], j};
     }
     return kept;
 }
@@ -8492,7 +8527,7 @@ static const Option OPTIONS[] = {
     {"--special", SWITCH, AT(special), 0, 0, "parse special tokens in PROMPT"},
     {"--no-display-prompt", SWITCH, AT(hide_prompt), 0, 0, "print the continuation alone"},
     {"--cpu", SWITCH, AT(o.cpu), 0, 0, "do not use the GPU (NVIDIA with libnvrtc, or Metal)"},
-    {"--gpu MODE", TEXT, AT(gpu), 0, 0, "chain (default) or block: see the README"},
+    {"--gpu N", TEXT, AT(gpu), 0, 0, "most layers on the GPU (all that fit); or block: README"},
     {"--tokenize", SWITCH, AT(tokenize), 0, 0, "print the token ids of PROMPT"},
     {"--tokens A,B,C", LIST, AT(ids), 0, INT_MAX, "token ids instead of PROMPT, as they are"},
     {"--logits FILE", TEXT, AT(logits), 0, 0, "write float32 logits of every token, - to stdout"},
@@ -8588,8 +8623,8 @@ static bool check_options(Cli *cli, int texts) {
     if (measures && texts)
         return fail(&cli->e, "--bench takes P,N, --info nothing: no PROMPT goes with these");
     if (cli->verbose && !cli->info) return fail(&cli->e, "-v is for --info");
-    if (cli->gpu && !find_str(str(cli->gpu), "chain block"))
-        return fail(&cli->e, "--gpu: expected chain or block, not '%s'", cli->gpu);
+    if (cli->gpu && cli->o.gpu_layers < 1 && !find_str(str(cli->gpu), "chain block"))
+        return fail(&cli->e, "--gpu: expected a number of layers, or block, not '%s'", cli->gpu);
     if (cli->think && !find_str(str(cli->think), "on off"))
         return fail(&cli->e, "--think: expected on or off, not '%s'", cli->think);
     if (!uses_template(cli) && (cli->system || cli->think || cli->template_file))
@@ -8621,6 +8656,8 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
         if (source[i]) prompts++;
     if (word[0]) cli->prompt = word[0];
     cli->o.gpu_block = cli->gpu && !strcmp(cli->gpu, "block");
+    bool number = cli->gpu && !cli->gpu[strspn(cli->gpu, "0123456789")];
+    if (number) cli->o.gpu_layers = atoi(cli->gpu);
     if (cli->render && !prompts) cli->file = "-";
     bool other = uses_template(cli) || cli->tokenize || cli->embed || cli->logits ||
                  cli->bench.id || cli->info;
@@ -9112,10 +9149,11 @@ static bool on_chunk(void *ctx, int reused, int done, int n) {
     else if (begins) cli->n_reused += reused;
     if (!cli->began) cli->n_prompts = cli->progress.before + done;
     char text[80] = "";
-    if (!ends) snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
-                        (done - reused) / (now() - cli->progress.start));
     bool shown = cli->progress.shown;
     cli->progress.shown = !ends && !begins && isatty(STDERR_FILENO);
+    if (cli->progress.shown)
+        snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
+                 (done - reused) / (now() - cli->progress.start));
     if (shown || cli->progress.shown) show_progress(text);
     return !interrupted;
 }
@@ -9156,8 +9194,10 @@ static void print_statistics(const Cli *cli) {
     if (cli->n_passes)   // the first token came from the prompt's pass
         fprintf(stderr, " %.1f tok/s %.1f GB/s", cli->n_decoded / seconds,
                 cli->n_passes / seconds * token_bytes(s, (int)s->history.n) * 1e-9);
-    fprintf(stderr, ", peak %.0f MB, seed %llu, %s\n", usage.ru_maxrss / (double)RSS_PER_MB,
+    fprintf(stderr, ", peak %.0f MB, seed %llu, %s", usage.ru_maxrss / (double)RSS_PER_MB,
             (unsigned long long)cli->o.sampling.seed, s->gpu ? GPU_NAME : "cpu");
+    int layers = gpu_layers(s), all = s->m->config.n_layer;
+    fprintf(stderr, layers && layers < all ? " %d/%d\n" : "\n", layers, all);
 }
 
 // Does a key say something that the engine must know? Keys of RoPE, attention, experts and sampling
@@ -9505,7 +9545,9 @@ static bool print_info(Cli *cli) {
                nextn / 1048576, (int)m->layers[c->n_layer].output.rows);
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
            weights / 1048576, s->kv.size / 1048576.0, s->o.window, s->scratch.size / 1048576.0);
-    if (s->gpu) printf("on the GPU: %.1f MB, chunks of %d\n", gpu_bytes(s) / 1048576, s->o.chunk);
+    if (s->gpu)
+        printf("on the GPU: %d of %d layers, %.1f MB, chunks of %d\n", gpu_layers(s), c->n_layer,
+               gpu_bytes(s) / 1048576, s->o.chunk);
     for (int i = 0; i < RUNS; i++) rate = fmax(rate, read_rate(cli));
     printf("speed: a token reads %.1f MB; ", moved / 1048576);
     if (s->gpu) printf("the GPU copies");
