@@ -10,7 +10,7 @@ NATIVE ?= $(or $(filter -march=% -mcpu=%,$(CC) $(CFLAGS)), $(shell \
 # does not begin with a cache line can be 5 % slower
 WARN = -std=gnu11 -Wall -Wextra -fno-trapping-math -falign-loops=64
 LIBS = -lm -lpthread
-ENGINE = llm.c quant.h families.h metal.c kernels.metal
+ENGINE = llm.c quant.h metal.c kernels.metal
 PREFIX ?= /usr/local
 
 ifeq ($(shell uname),Darwin)

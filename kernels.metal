@@ -162,18 +162,17 @@ void copy_16(half *to, const half *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from));
 }
 void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-#if __CUDA_ARCH__ >= 900
-void next_may_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-void input_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 typedef ulong mbarrier;
-void mbarrier_init(mbarrier *b, int count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1; fence.proxy.async.shared::cta;"
-                 :: "r"(shared_address(b)), "r"(count) : "memory");
-}
 void mbarrier_arrive(mbarrier *b) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(shared_address(b)) : "memory");
 }
-void mbarrier_copy(mbarrier *b, uchar *to, const uchar *from, int bytes) {
+#if EARLY                                     // launches may start early, and copies are in bulk
+void next_may_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+void input_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#define BULK_FENCE "fence.proxy.async.shared::cta;"
+#define MAY_SLEEP "try_wait"
+#define copy_threads(n) 1
+void mbarrier_copy(mbarrier *b, uchar *to, const uchar *from, int bytes, int, int) {
     uint at = shared_address(b);
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(at), "r"(bytes)
                  : "memory");
@@ -182,9 +181,25 @@ void mbarrier_copy(mbarrier *b, uchar *to, const uchar *from, int bytes) {
                      "[%0], [%1], %2, [%3];"
                      :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(at) : "memory");
 }
+#else
+void next_may_start() {}
+void input_wait() {}
+#define BULK_FENCE
+#define MAY_SLEEP "test_wait"
+#define copy_threads(n) (n)
+void mbarrier_copy(mbarrier *b, uchar *to, const uchar *from, int bytes, int i, int n) {
+    for (i *= 16; i < bytes; i += 16 * n) copy_16((half *)(to + i), (const half *)(from + i));
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];"
+                 :: "r"(shared_address(b)) : "memory");
+}
+#endif
+void mbarrier_init(mbarrier *b, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" BULK_FENCE
+                 :: "r"(shared_address(b)), "r"(count) : "memory");
+}
 void mbarrier_wait(mbarrier *b, int parity) {
-    asm volatile("{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; "
-                 "@!done bra AGAIN; }" :: "r"(shared_address(b)), "r"(parity) : "memory");
+    asm volatile("{ .reg .pred done; AGAIN: mbarrier." MAY_SLEEP ".parity.shared.b64 done, [%0], "
+                 "%1; @!done bra AGAIN; }" :: "r"(shared_address(b)), "r"(parity) : "memory");
 }
 void multiply_bytes(int *c, const uint *a, const uint *b) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -201,7 +216,6 @@ int count_up(int *p) {
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
     return before;
 }
-#endif
 float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
@@ -261,7 +275,8 @@ enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see g
 // llm.c's numbers. RoPE's pairs are (i, i + n_rot / 2) or (2i, 2i + 1)
 #define NUMBERS_OF_LLM(X) \
     X(ACT_SILU, 0) X(ACT_GELU, 1) X(ACT_RELU2, 2) X(ACT_SWIGLU_OAI, 3) X(ACT_RELU, 4) \
-    X(ACT_XIELU, 5) X(ACT_COUNT, 6) X(ROPE_HALVES, 0) X(ROPE_PAIRS, 1) X(ROPE_NONE, 2) X(FEW, 8)
+    X(ACT_XIELU, 5) X(ACT_COUNT, 6) X(ROPE_HALVES, 0) X(ROPE_PAIRS, 1) X(ROPE_NONE, 2) X(FEW, 8) \
+    X(BEST_IDS, 256)
 #ifdef METAL_HOST
 #define NUMBER(name, value) _Static_assert((int)name == value, "llm.c has another number");
 #else
@@ -299,7 +314,6 @@ NUMBERS_OF_LLM(NUMBER)
     X(CAUSAL)        /* a query does not see later positions */ \
     X(SPANS)         /* it sees none before its own span */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
-    X(STAGED)        /* gemv: a threadgroup stages its input once for all its SIMD-groups */ \
     X(PACKED)        /* gemv_ring: ring_inputs has staged its inputs */ \
     X(LANE_GROUPS)   /* gemv_ring: neighbouring groups that a lane takes at once, 1 or 2 */ \
     X(TOKENS)        /* gemv, gemv_ring: that meet a weight: 1, 2, 4 or 8, some of them in vain */ \
@@ -317,19 +331,20 @@ enum { FUNCTION_CONSTANTS(X) N_CONSTANTS };
 enum {
     SIMD_LANES = 32,                                  // threads in a SIMD-group
     UNIT_SIMDGROUPS = 4,                              // of rope, delta_*, latent_row, best_ids
-    BEST_IDS = 512,                                   // of a SIMD-group
     NORM_THREADS = 256, SORT_THREADS = 1024,          // at most
     MERGE_THREADS = 128, BLOCK_THREADS = 1024,
-    GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // a unit has at most 4 rows
+    GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // of floats; a unit has at most 4 rows
     GEMV_FILL = 2048,                                 // so many SIMD-groups fill a GPU
-    STAGED_SIMDGROUPS = 8, STAGED_COLS = 3072,        // where gemv stages inputs; the longest ones
+    STAGED_SIMDGROUPS = 8, STAGED_COLS = 4096,        // where gemv stages inputs: columns at once,
+    STAGED_TOKENS = 4,                                // of all tokens, and the most tokens
     RING_WORKERS = 8, RING_COPIERS = 2,               // SIMD-groups
     RING_TILE = 16, RING_SLOTS = 32,                  // a team's rows of a slot; most slots
-    RING_PIECE = 1024,                                // bytes of a row in a slot, about
+    RING_PIECE = 1024,                                // bytes of a row in a slot, about, as a copy
+                                                      // takes a while whatever its length
     RING_SUMS = 128,                                  // sums of a worker for each team's rows
     RING_GROUP = 12,                                  // words of a token's staged group
     DOT_STEPS = 4,                                    // loads of floats that overlap
-    X_STRIDE = 36, X_FLOATS = 32 * X_STRIDE,          // 32 groups of x, 4 floats between them
+    X_STRIDE = 36,                                    // from a staged group to the next
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at once
     ATTENTION_HEADS = 2,                              // query heads that share the rows they read
     ATTENTION_SLICE = 32, ATTENTION_FILL = 256,       // fewest rows in one; so many fill a GPU
@@ -372,7 +387,7 @@ struct norm_args {
     int32_t step;                          // from a result to the next
     int32_t ring, from, to;                // from, to: x, y is a ring of rows by position, of which
 };                                         // row 0 of the grid has that of NOW_POS and so many more
-struct best_args { int32_t n; };
+struct best_args { int32_t n, rows; };
 struct input_args { int32_t n, cols, step; };
 struct halve_args { int32_t cols, step; };
 struct finish_args { float softcap, limit, alpha_n, alpha_p, beta, eps; };   // the last: xIELU's
@@ -381,7 +396,7 @@ struct product_args {
     int32_t cols, x_step, tokens;          // x_step: from an input of gemv to the next
     int32_t outputs;                       // gemv: of tokens, or of their choices or heads
     int32_t each;                          // choices, or heads, of a token
-    int32_t units;                         // gemv: of all matrices
+    int32_t units;                         // gemv: threadgroups for an output
     int32_t tiles;                         // gemm: the most tiles of tokens
     int32_t threadgroups;                  // of gemv_ring; of a token in ring_inputs
     int32_t piece_cols, pieces;            // gemv_ring: columns of a piece; pieces of a row
@@ -430,20 +445,24 @@ static inline int gemv_most(int all) {
     if (most < 1) return 1;
     return most < GEMV_ROWS ? most : GEMV_ROWS;
 }
-static inline int gemv_rows(int format, int most, int tokens) {
-    int rows = GEMV_ROWS;
-    if (format == FORMAT_F16 || format == FORMAT_BF16 || format == FORMAT_Q8_0) rows = 2;
+// Where it is a pair of matrices, both have these rows in a unit.
+static inline int gemv_rows(int format, int most, int tokens, bool pair) {
+    bool floats = format == FORMAT_F32 || format == FORMAT_F16 || format == FORMAT_BF16;
+    int rows = floats || format == FORMAT_Q8_0 ? 2 : GEMV_ROWS;
     if (format == FORMAT_F32) rows = 1;
-    if (tokens > 1) rows = GEMV_ROWS;   // there are more loads of x
-    return rows < most ? rows : most;
+    if (tokens > 1) rows = floats ? GEMV_ROWS : 2;   // there are more loads of x, and more sums
+    if (rows > most) rows = most;
+    return pair && rows > 1 ? rows / 2 : rows;
 }
-static inline int gemv_units(int format, int rows, int most, int tokens) {
-    return div_up(rows, gemv_rows(format, most, tokens));
+// threadgroups for a matrix, of nsg SIMD-groups
+static inline int gemv_groups(int format, int rows, int most, int tokens, bool pair, int nsg) {
+    return div_up(rows, gemv_rows(format, most, tokens, pair) * nsg);
 }
 
-// floats of threadgroup memory for gemv if it is STAGED: its input, and a sum from each SIMD-group
-static inline int staged_floats(int cols) {
-    return div_up(cols, 32) * X_STRIDE + STAGED_SIMDGROUPS;
+// floats of threadgroup memory for gemv if it stages inputs, behind a sum from each SIMD-group
+static inline int staged_floats(int cols, int tokens) {
+    int staged = tokens > 1 || cols > STAGED_COLS ? STAGED_COLS : cols;
+    return STAGED_SIMDGROUPS + staged / 32 * X_STRIDE;
 }
 
 // gemv_ring's geometry; `lane_groups` is its constant LANE_GROUPS, see its text.
@@ -454,9 +473,9 @@ static inline int ring_turn(int lane_groups) { return RING_WORKERS * ring_stretc
 static inline int ring_padded(int cols, int lane_groups) {
     return div_up(cols, ring_stretch(lane_groups)) * ring_stretch(lane_groups);
 }
-// columns of a piece: whole turns, and a KB at least, as a copy takes a while whatever its length
-static inline int ring_cols(int cols, int row_bytes, int lane_groups) {
-    int pieces = row_bytes < RING_PIECE ? 1 : row_bytes / RING_PIECE, turn = ring_turn(lane_groups);
+// columns of a piece of some bytes: whole turns
+static inline int ring_cols(int cols, int row_bytes, int lane_groups, int bytes) {
+    int pieces = row_bytes < bytes ? 1 : row_bytes / bytes, turn = ring_turn(lane_groups);
     return div_up(div_up(cols, pieces), turn) * turn;
 }
 // bytes from a row of a slot to the next, which begins 16 bytes on in the banks: a piece, and what
@@ -659,47 +678,13 @@ static inline void group_decode(int format, device const uchar *row, uint g, thr
 }
 
 // What QUANT_TYPES says of a format: the bias of its codes, which is 0 exactly if it has offsets m;
-// an upper bound of code + bias; whether a block is one group, so that its decoder is short;
 // whether 16 weights have a scale, not 32
 #define X(id, name, weights, bytes, per16, bias) format == id ? bias :
 static inline int format_bias(int format) { return QUANT_TYPES(X) 0; }
 #undef X
-#define X(id, name, weights, bytes, per16, bias) format == id ? most_of(bias, 8 * bytes / weights) :
-static inline int most_of(int bias, int bits) { return bias ? 2 * bias : (1 << bits) - 1; }
-static inline int format_most(int format) { return QUANT_TYPES(X) 128; }
-#undef X
-#define X(id, name, weights, bytes, per16, bias) format == id ? weights == 32 :
-static inline bool format_short(int format) { return QUANT_TYPES(X) false; }
-#undef X
 #define X(id, name, weights, bytes, per16, bias) format == id ? per16 :
 static inline bool format_halves(int format) { return QUANT_TYPES(X) false; }
 #undef X
-
-// Near codes. CUDA converts an integer slowly, but a byte u below 128 needs no conversion: behind
-// the upper bits of 2.0 it is the float 2 + u / 64. So on CUDA gemv multiplies x not by a code c,
-// but by 2 + u / 64 = near_zero + c * near_unit, where u = (c + bias) << near_shift; groups_dot
-// makes up for that once for 16 codes. A code 0..15 of Q4_K, which has no bias, is shifted by 3, as
-// 15 << 3 is 120: it becomes 2 + c / 8, with near_zero 2 and near_unit 1/8.
-// That is not as exact as c, least for a small shift: where near_shift is 0 or -1, codes are kept.
-#if defined(__CUDACC__) || defined(LARGE_TILES)
-enum { TAKES_NEAR = 1 };
-#else
-enum { TAKES_NEAR = 0 };
-#endif
-static inline int near_shift(int format) {
-    int shift = -1;
-    while (TAKES_NEAR && format_most(format) << (shift + 1) < 128) shift++;
-    return shift;
-}
-static inline float near_unit(int format) { return (float)(1 << near_shift(format)) / 64.0f; }
-static inline float near_zero(int format) { return 2.0f + format_bias(format) * near_unit(format); }
-// c[4] = the four codes in a word, or near codes
-QUANT_INLINE void near_codes(int format, uint word, thread float *c) {
-    uint bias = format_bias(format), u = word;
-    if (near_shift(format) < 1) return quant_as_floats(word, bias, c);
-    if (bias) u = (u ^ 0x80808080) - (128 - bias) * 0x01010101;   // c + bias; no byte borrows
-    QUANT_UNROLL for (int i = 0; i < 4; i++) c[i] = quant_near(u << near_shift(format), i);
-}
 
 static inline bool format_float(int format) {
     return format == FORMAT_F32 || format == FORMAT_F16 || format == FORMAT_BF16;
@@ -730,6 +715,18 @@ static inline float4 four_weights(int format, device const uchar *row, int i, in
     return w;
 }
 
+static inline bool has_offsets(int format) {
+    return !format_float(format) && format_bias(format) == 0;
+}
+
+// c[4] = the codes in a word; or in a float format the weights from i on
+QUANT_INLINE void codes_or_weights(int format, uint word, device const uchar *row, int i, int cols,
+        thread float *c) {
+    if (!format_float(format)) return quant_as_floats(word, format_bias(format), c);
+    float4 w = four_weights(format, row, i, cols);
+    QUANT_UNROLL for (int e = 0; e < 4; e++) c[e] = w[e];
+}
+
 // w[32] = group g of a row, with zeros past the last column
 static inline void group_weights(int format, device const uchar *row, int g, int cols,
         thread float *w) {
@@ -750,14 +747,14 @@ static inline void group_weights(int format, device const uchar *row, int g, int
     }
 }
 
-// The input of a SIMD-group's product: x[cols], which may be staged in xs[X_FLOATS], and may have
-// an RMSNorm: then it is multiplied by w here, the product also sums the squares of x, and the
-// caller divides it by their root. STAGED: all of x is in xs, normed.
+// The inputs of a SIMD-group's product: x[cols] of each token. They may have an RMSNorm: then they
+// are multiplied by w here, the product also sums the squares of x, and the caller divides it by
+// their root. xs: where a block format's product stages them, behind staged_floats' sums; NULL: for
+// a SIMD-group alone.
 struct row_input {
     device const float *x, *w;
     int norm, cols;                                       // NORM bits, or 0
-    float square;                                         // sum of x * x, if STAGED
-    uint lane;
+    uint lane, tid, nsg;
     threadgroup float *xs;
 };
 // tokens that meet a weight, those past the last one in vain
@@ -806,29 +803,31 @@ static inline float norm_scale(device const float *x, int cols, float eps, threa
     return rsqrt(sum_all(square, part, nsg, sg, lane) / (float)cols + eps);
 }
 
-// A lane's share of the products of R rows of W with the x of each of a few tokens:
+// where the x of token t begins, in floats; those past the last one repeat it, in vain
+static inline int token_x(int t, constant struct product_args *a) {
+    return TOKENS > 1 ? min(t, a->few - 1) * a->x_step : 0;
+}
+
+// A lane's share of the products of R rows with the x of each of a few tokens:
 //   sum[t][r] += sum of w[r][i] * norm_weights[i] * x[t][i],   square[t] += sum of x[t][i]^2
-// Rows past `last` repeat it, tokens past `few` the last of these; the caller ignores them.
+// The first `first` rows have format fa, the others fb.
 //
-// In a float format neighbouring lanes take neighbouring weights, four each, so that together they
+// In float formats neighbouring lanes take neighbouring weights, four each, so that together they
 // load whole cache lines. The loads of DOT_STEPS steps overlap.
-QUANT_INLINE void floats_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
+QUANT_INLINE void floats_dot(int fa, int fb, int first, int R, device const uchar *thread const *w,
         thread const struct row_input *in, constant struct product_args *a, thread float *sum,
         thread float *square) {
     int cols = in->cols;
     for (int i0 = 4 * in->lane; i0 < cols; i0 += DOT_STEPS * 4 * SIMD_LANES) {
         float4 ws[GEMV_ROWS][DOT_STEPS];
-        QUANT_UNROLL for (int r = 0; r < R; r++) {
-            device const uchar *row = w + (ulong)min(r, last) * row_bytes;
+        QUANT_UNROLL for (int r = 0; r < R; r++)
             QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++)
-                ws[r][j] = four_weights(format, row, i0 + j * 4 * SIMD_LANES, cols);
-        }
+                ws[r][j] = four_weights(r < first ? fa : fb, w[r], i0 + j * 4 * SIMD_LANES, cols);
         QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
-            device const float *x = in->x + (TOKENS > 1 ? min(t, a->few - 1) * a->x_step : 0);
             float4 v[DOT_STEPS];
             QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++) {
                 int i = i0 + j * 4 * SIMD_LANES;
-                v[j] = four_floats(x, i, cols);
+                v[j] = four_floats(in->x + token_x(t, a), i, cols);
                 QUANT_UNROLL for (int e = 0; e < 4; e++) square[t] += v[j][e] * v[j][e];
                 v[j] = v[j] * norm_weights(i, in);
             }
@@ -840,53 +839,78 @@ QUANT_INLINE void floats_dot(int format, int R, device const uchar *w, ulong row
     }
 }
 
-// The same in a block format, for one token, where a lane decodes every 32nd group. Its 32 floats
-// of x come by way of threadgroup memory, xs[X_FLOATS]: the SIMD-group loads 1024 neighbours in
-// whole cache lines, and leaves each group where its lane finds it. If xs is NULL, each lane loads
-// its own. The sums of 16 x, which a group's offsets multiply, are computed once for all R rows.
-static inline void groups_dot(int format, int R, device const uchar *w, ulong row_bytes, int last,
-        thread const struct row_input *in, thread float *sum, thread float *square) {
-    threadgroup float *xs = in->xs;
-    int cols = in->cols, lane = in->lane;
-    for (int g0 = 0; g0 * 32 < cols; g0 += SIMD_LANES) {
-        int g = g0 + lane;
-        float4 v[8];
-        float xsum[2] = {0.0f, 0.0f};
-        QUANT_UNROLL for (int j = 0; j < 8 && !STAGED; j++) {
-            int col = xs ? 32 * g0 + 4 * lane + 128 * j : 32 * g + 4 * j;
-            v[j] = four_floats(in->x, col, cols);
-            QUANT_UNROLL for (int e = 0; e < 4; e++) *square += v[j][e] * v[j][e];
-            v[j] = v[j] * norm_weights(col, in);
+// floats from a token's staged columns to the next token's
+static inline int staged_step(void) { return STAGED_COLS / tokens_met() / 32 * X_STRIDE; }
+
+// Stages columns from .. end - 1 of all tokens, after the norm's weights; square[t] gets a thread's
+// share. Here are all threads of the threadgroup.
+static inline void stage_inputs(int from, int end, thread const struct row_input *in,
+        constant struct product_args *a, thread float *square) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // what stood there has been read
+    for (int i = from + 4 * (int)in->tid; i < end; i += 4 * SIMD_LANES * in->nsg) {
+        float4 w = norm_weights(i, in);
+        QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
+            float4 v = four_floats(in->x + token_x(t, a), i, in->cols);
+            threadgroup float *to = in->xs + t * staged_step() + (i - from) / 32 * X_STRIDE;
+            for (int e = 0; e < 4; e++) square[t] += v[e] * v[e];
+            *(threadgroup float4 *)(to + i % 32) = v * w;
         }
-        uint q[GEMV_ROWS][8];
-        float d[GEMV_ROWS][2], m[GEMV_ROWS][2];
-        QUANT_UNROLL for (int r = 0; r < R; r++)
-            if (!format_short(format))
-                group_decode(format, w + (ulong)min(r, last) * row_bytes, min(g, (cols - 1) / 32),
-                             q[r], d[r], m[r]);
-        if (xs && !STAGED) {
-            simdgroup_barrier(mem_flags::mem_threadgroup);    // the groups before have been read
-            QUANT_UNROLL for (int j = 0; j < 8; j++)
-                *(threadgroup float4 *)(xs + X_STRIDE * (4 * j + lane / 8) + lane % 8 * 4) = v[j];
-            simdgroup_barrier(mem_flags::mem_threadgroup);    // these are there
-        }
-        if (g * 32 >= cols) continue;                     // the last time: no barrier follows
-        QUANT_UNROLL for (int j = 0; j < 8 && xs; j++)
-            v[j] = *(threadgroup const float4 *)(xs + X_STRIDE * (STAGED ? g : lane) + 4 * j);
-        QUANT_UNROLL for (int i = 0; i < 32; i++) xsum[i / 16] += v[i / 4][i % 4];
-        QUANT_UNROLL for (int r = 0; r < R; r++) {
-            float dot[2] = {0.0f, 0.0f};
-            if (format_short(format))
-                group_decode(format, w + (ulong)min(r, last) * row_bytes, g, q[r], d[r], m[r]);
-            QUANT_UNROLL for (int j = 0; j < 8; j++) {
-                float c[4];
-                near_codes(format, q[r][j], c);
-                QUANT_UNROLL for (int e = 0; e < 4; e++) dot[j / 4] += c[e] * v[j][e];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);      // these are there
+}
+
+// The same if there is a block format. A lane takes every 32nd group, decodes it, and makes floats
+// of four codes a row at a time, for all tokens. The threadgroup stages as many columns of x as
+// there is room for, so that they come in whole cache lines; if xs is NULL, each lane loads its
+// own, of one token. One product is added at a time: so all variants get the same multiply-adds.
+QUANT_INLINE void groups_dot(int fa, int fb, int first, int R, device const uchar *thread const *w,
+        thread const struct row_input *in, constant struct product_args *a, thread float *sum,
+        thread float *square) {
+    int cols = in->cols, step = in->xs ? STAGED_COLS / tokens_met() : cols;
+    for (int from = 0, end; from < cols; from = end) {
+        end = min(cols, from + step);
+        if (in->xs) stage_inputs(from, end, in, a, square);
+        for (int col = from + 32 * (int)in->lane; col < end; col += 32 * SIMD_LANES) {
+            int place = (col - from) / 32 * X_STRIDE;
+            uint q[GEMV_ROWS][8];
+            float d[GEMV_ROWS][2], m[GEMV_ROWS][2];
+            QUANT_UNROLL for (int r = 0; r < R; r++)
+                group_decode(r < first ? fa : fb, w[r], col / 32, q[r], d[r], m[r]);
+            QUANT_UNROLL for (int h = 0; h < 2; h++) {
+                float dot[STAGED_TOKENS][GEMV_ROWS], xsum[STAGED_TOKENS];
+                QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
+                    QUANT_UNROLL for (int r = 0; r < R; r++) dot[t][r] = 0.0f;
+                    xsum[t] = 0.0f;
+                }
+                QUANT_UNROLL for (int j = 4 * h; j < 4 * h + 4; j++) {
+                    float c[GEMV_ROWS][4];
+                    int at = col + 4 * j;
+                    QUANT_UNROLL for (int r = 0; r < R; r++)
+                        codes_or_weights(r < first ? fa : fb, q[r][j], w[r], at, cols, c[r]);
+                    QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
+                        float4 v;
+                        if (in->xs) {
+                            int own = place + t * staged_step() + 4 * j;
+                            v = *(threadgroup const float4 *)(in->xs + own);
+                        } else {
+                            v = four_floats(in->x, at, cols);
+                            for (int e = 0; e < 4; e++) square[t] += v[e] * v[e];
+                            v = v * norm_weights(at, in);
+                        }
+                        QUANT_UNROLL for (int e = 0; e < 4; e++) {
+                            xsum[t] += v[e];
+                            QUANT_UNROLL for (int r = 0; r < R; r++) dot[t][r] += c[r][e] * v[e];
+                        }
+                    }
+                }
+                QUANT_UNROLL for (int t = 0; t < tokens_met(); t++)
+                    QUANT_UNROLL for (int r = 0; r < R; r++) {
+                        int format = r < first ? fa : fb;
+                        thread float *to = &sum[t * GEMV_ROWS + r];
+                        *to += format_float(format) ? dot[t][r] : d[r][h] * dot[t][r];
+                        if (has_offsets(format)) *to += m[r][h] * xsum[t];
+                    }
             }
-            for (int h = 0; h < 2 && near_shift(format) > 0; h++)
-                dot[h] = (dot[h] - near_zero(format) * xsum[h]) / near_unit(format);
-            sum[r] += d[r][0] * dot[0] + d[r][1] * dot[1];
-            if (format_bias(format) == 0) sum[r] += m[r][0] * xsum[0] + m[r][1] * xsum[1];
         }
     }
 }
@@ -1001,14 +1025,16 @@ kernel void norm(device const float *x, device const float *w, device const floa
     }
 }
 
-// best[..][3]: of each BEST_IDS of n logits the best, its id (of equals the first), and the sum of
-// exp(logit - best). Grid: a SIMD-group for each of these.
+// best[FEW + 1][..][3], row 0 last: of each BEST_IDS of n logits the best, its id (of equals the
+// first), and the sum of exp(logit - best). Grid: a SIMD-group for each of these.
 kernel void best_ids(device const float *logits, device float *best, constant struct best_args *a,
         PLACE) {
-    int unit = tg * nsg + sg, first = unit * BEST_IDS, end = min(a->n, first + BEST_IDS);
-    int id = first;
+    int parts = div_up(a->n, BEST_IDS), unit = tg * nsg + sg, row = unit / parts;
+    int first = unit % parts * BEST_IDS, end = min(a->n, first + BEST_IDS), id = first;
     float top = -3e38f, sum = 0.0f;
-    if (first >= a->n) return;
+    if (row >= a->rows) return;
+    logits += row * a->n;
+    best += 3 * (FEW * parts - row * parts + unit % parts);
     for (int i = first + (int)lane; i < end; i += SIMD_LANES) {
         if (!(logits[i] > top)) continue;
         top = logits[i];
@@ -1019,9 +1045,9 @@ kernel void best_ids(device const float *logits, device float *best, constant st
     for (int i = first + (int)lane; i < end; i += SIMD_LANES) sum += exp(logits[i] - most);
     sum = simd_sum(sum);
     if (lane > 0) return;
-    best[3 * unit] = most;
-    best[3 * unit + 1] = id;
-    best[3 * unit + 2] = sum;
+    best[0] = most;
+    best[1] = id;
+    best[2] = sum;
 }
 
 // gate[n][cols]: gate[t] = activation(gate[t]) * this layer's inputs of token t, which lie `step`
@@ -1073,10 +1099,9 @@ kernel void halve(device const float *x, device half *to, device float *powers,
 // dispatches, which load each byte of weights once, decode it in registers, and forget it:
 //   gemv (norm, Q, K, V, biases) | attention | gemv (Wo, added to x) |
 //   gemv (norm, gate, up, activation) | gemv (down, added to x)
-// Every SIMD-group computes the RMSNorm of its input anew. That costs it 4 bytes a column from the
-// cache beside x itself, where it loads R rows of weights anyway; a dispatch more would cost more.
-// (A mean would cost 12 more, so LayerNorm, or a norm with a bias, is a dispatch.) Where a row of
-// weights is short, that counts: then eight SIMD-groups share it.
+// Every threadgroup computes the RMSNorm of its input anew. That costs it 4 bytes a column from the
+// cache beside x itself, where it loads many rows of weights anyway; a dispatch more would cost
+// more. (A mean would cost 12 more, so LayerNorm, or a norm with a bias, is a dispatch.)
 
 // Which of three matrices has block i, if the first one has blocks 0 to n0 - 1, the second n0 to
 // n1 - 1 and the third all others? A block is a unit of gemv, or the rows of a tile of gemm.
@@ -1091,72 +1116,82 @@ static inline int input_of(int t, constant struct product_args *a) {
     return EXPERTS == EXPERTS_GATHER ? t / a->each : t;
 }
 
-// rows in a unit; with the GLU or experts, units of all matrices are as large as the first one's
+// rows in a unit, with the GLU of each matrix; with it, or experts, units of all matrices are as
+// large as the first one's
 static inline int unit_rows(int format) {
-    return gemv_rows(EPILOGUE == EPILOGUE_GLU || EXPERTS ? FORMAT_0 : format, UNIT_ROWS, TOKENS);
+    bool glu = EPILOGUE == EPILOGUE_GLU;
+    return gemv_rows(glu || EXPERTS ? FORMAT_0 : format, UNIT_ROWS, TOKENS, glu);
 }
 
+// what is bound of a matrix; of experts or heads that of the first
+struct bound_matrix { device const uchar *w; device const float *bias, *scales; };
+
 // v[t][r] = factor * (scale * (W x[t])[row + r] + bias[row + r]), in all lanes, for the rows of a
-// unit and its tokens, of which only floats have several. W is matrix `which`; where each expert
-// has one, it is that of `expert`, which is 0 elsewhere.
-QUANT_INLINE void gemv_product(int format, int which, int unit, int expert, device const uchar *w,
-        device const float *bias, device const float *scales, thread const struct row_input *in,
-        constant struct product_args *a, thread float *v) {
-    constant struct kernel_matrix *m = &a->w[which];
-    int R = unit_rows(format), row = unit * R, last = m->rows - 1 - row;
+// unit, which may be behind the last one, and its tokens. W is matrix `which`; where each expert
+// has one, it is that of `expert`, which is 0 elsewhere. R is more than the unit's rows: then the
+// same rows of the next matrix follow, whose format is fb.
+QUANT_INLINE void gemv_product(int fa, int fb, int R, int which, int unit, int expert,
+        thread const struct bound_matrix *ma, thread const struct bound_matrix *mb,
+        thread const struct row_input *in, constant struct product_args *a, thread float *v) {
+    int each = unit_rows(fa), last = a->w[which].rows - 1;
+    bool floats = format_float(fa) && format_float(fb);
+    device const uchar *w[GEMV_ROWS];
     float sum[FEW * GEMV_ROWS], square[FEW];
-    float scale = SCALES >> which & 1 ? m->scale * scales[expert] : m->scale;
     QUANT_UNROLL for (int i = 0; i < tokens_met() * GEMV_ROWS; i++) sum[i] = 0.0f;
     QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) square[t] = 0.0f;
-    w += m->start + (ulong)expert * m->step + (ulong)row * m->row_bytes;
-    if (format_float(format)) floats_dot(format, R, w, m->row_bytes, last, in, a, sum, square);
-    else {                                                // small arrays: they stay in memory
-        float dots[GEMV_ROWS] = {0.0f, 0.0f, 0.0f, 0.0f}, squares = 0.0f;
-        groups_dot(format, R, w, m->row_bytes, last, in, dots, &squares);
-        QUANT_UNROLL for (int r = 0; r < R; r++) sum[r] = dots[r];
-        square[0] = squares;
+    QUANT_UNROLL for (int r = 0; r < R; r++) {
+        constant struct kernel_matrix *m = &a->w[which + r / each];
+        int row = min(unit * each + r % each, last);
+        w[r] = (r < each ? ma : mb)->w + m->start + (ulong)expert * m->step +
+               (ulong)row * m->row_bytes;
     }
+    if (floats) floats_dot(fa, fb, each, R, w, in, a, sum, square);
+    else groups_dot(fa, fb, each, R, w, in, a, sum, square);
     QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
-        float scaled = scale;
+        float scale = 1.0f;
         if (in->norm) {
-            float all = STAGED ? in->square : simd_sum(square[t]);
-            scaled *= rsqrt(all / (float)in->cols + a->eps);
+            threadgroup float *part = in->xs && !floats ? in->xs - STAGED_SIMDGROUPS : 0;
+            float all = sum_all(square[t], part, in->nsg, in->tid / SIMD_LANES, in->lane);
+            scale = rsqrt(all / (float)in->cols + a->eps);
         }
         QUANT_UNROLL for (int r = 0; r < R; r++) {
-            float y = simd_sum(sum[t * GEMV_ROWS + r]) * scaled;
-            if (BIASES >> which & 1) y += bias[expert * m->bias_step + row + min(r, last)];
+            int i = which + r / each, row = min(unit * each + r % each, last);
+            float scaled = scale * a->w[i].scale, y = simd_sum(sum[t * GEMV_ROWS + r]);
+            if (SCALES >> i & 1) scaled *= (r < each ? ma : mb)->scales[expert];
+            y *= scaled;
+            if (BIASES >> i & 1) y += (r < each ? ma : mb)->bias[expert * a->w[i].bias_step + row];
             v[t * GEMV_ROWS + r] = y * a->factor;
         }
     }
 }
 
 // y = gemv_product's v after the epilogue: times activation(gate) (GLU), or plus other[rows]
-static inline void gemv_unit(int format, int which, int unit, int expert, device const uchar *w,
-        device const float *bias, device const float *scales, thread const struct row_input *in,
-        thread const float *gate, device const float *other, device float *y,
+static inline void gemv_unit(int fa, int fb, int which, int unit, int expert,
+        thread const struct bound_matrix *ma, thread const struct bound_matrix *mb,
+        thread const struct row_input *in, device const float *other, device float *y,
         constant struct product_args *a) {
-    int R = unit_rows(format), row = unit * R, tokens = TOKENS > 1 ? a->few : 1;
+    bool glu = EPILOGUE == EPILOGUE_GLU;
+    int each = unit_rows(fa), R = glu ? 2 * each : each, few = TOKENS > 1 ? a->few : 1;
     float v[FEW * GEMV_ROWS];
-    gemv_product(format, which, unit, expert, w, bias, scales, in, a, v);
-    QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
-        ulong at = (ulong)t * a->w[which].out_step + row;
-        QUANT_UNROLL for (int r = 0; r < R; r++) {
-            int i = t * GEMV_ROWS + r;
-            if (in->lane == 0 && t < tokens && row + r < a->w[which].rows)
-                finish(&y[at + r], v[i], &a->end,
-                       EPILOGUE == EPILOGUE_ADD ? other[at + r] : gate[i]);
+    gemv_product(fa, fb, R, which, unit, expert, ma, mb, in, a, v);
+    QUANT_UNROLL for (int k = 0; k < tokens_met(); k++)
+        QUANT_UNROLL for (int r = 0; r < each; r++) {
+            int row = unit * each + r, i = k * GEMV_ROWS + r;
+            ulong at = (ulong)k * a->w[which].out_step + row;
+            if (in->lane == 0 && k < few && row < a->w[which].rows)
+                finish(&y[at], v[glu ? i + each : i], &a->end,
+                       EPILOGUE == EPILOGUE_ADD ? other[at] : v[i]);
         }
-    }
 }
 
 // y0 = W0 x, y1 = W1 x and y2 = W2 x, for up to three matrices with the same x (Q, K and V).
 // EPILOGUE_GLU: y0 = activation(W0 x) * (W1 x); as one SIMD-group computes both products of its
-// rows, neither is ever in memory. Grid: a SIMD-group for each unit of all matrices, or of W0 for
-// the GLU, with threadgroup memory of its own unless STAGED. Routers use gemv for each token of a
-// chunk, too: gemm rounds to half, which could reorder experts with almost equal scores. EXPERTS:
-// W0, or the GLU, for the chosen experts of a few tokens: t counts these, and y0 is [tokens][rows].
-// EXPERTS_HEADS: t counts heads of tokens, each head with a matrix, x and y of its own. TOKENS:
-// if there are several, all matrices are floats, and their weights, loaded once, meet `few` tokens.
+// rows, neither is ever in memory. Grid: for each output and matrix, or W0 for the GLU, SIMD-groups
+// for all units, in whole threadgroups. Routers use gemv for each token of a chunk, too: gemm
+// rounds to half, which could reorder experts with almost equal scores. EXPERTS: W0, or the GLU,
+// for the chosen experts of a few tokens: t counts these, and y0 is [tokens][rows]. EXPERTS_HEADS:
+// t counts heads of tokens, each head with a matrix, x and y of its own. TOKENS: if there are
+// several, weights, loaded once, meet `few` tokens.
 kernel void gemv(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
@@ -1164,53 +1199,34 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
         device const float *other, device const int *chosen,                      // 11, 12
         device const float *scale0, device const float *scale1,
         constant struct product_args *a, PLACE) {
-    float gate[FEW * GEMV_ROWS];
-    int u = tg * nsg + sg, t = u / a->units;
-    int n0 = gemv_units(FORMAT_0, a->w[0].rows, UNIT_ROWS, TOKENS);
-    int n1 = n0 + gemv_units(FORMAT_1, a->w[1].rows, UNIT_ROWS, TOKENS);
-    QUANT_UNROLL for (int i = 0; i < tokens_met() * GEMV_ROWS; i++) gate[i] = 0.0f;
-    x += (ulong)input_of(min(t, a->outputs - 1), a) * a->x_step;
-    struct row_input in = {x, weights, NORMED, a->cols, 0.0f, lane,
-                           STAGED ? shared : shared + sg * X_FLOATS};
-    if (STAGED) {
-        float square = 0.0f;
-        for (int i = 4 * (int)tid; i < a->cols; i += 4 * SIMD_LANES * nsg) {
-            float4 v = four_floats(x, i, a->cols);
-            for (int e = 0; e < 4; e++) square += v[e] * v[e];
-            v = v * norm_weights(i, &in);
-            *(threadgroup float4 *)(shared + X_STRIDE * (i / 32) + i % 32) = v;
-        }
-        in.square = sum_all(square, shared + staged_floats(a->cols) - STAGED_SIMDGROUPS, nsg, sg,
-                            lane);                        // its barriers serve x, too
-    }
-    if (t >= a->outputs) return;                          // a whole SIMD-group: no barrier follows
+    bool glu = EPILOGUE == EPILOGUE_GLU;
+    int t = tg / a->units, u = tg % a->units;             // an output; a threadgroup for it
+    int n0 = gemv_groups(FORMAT_0, a->w[0].rows, UNIT_ROWS, TOKENS, glu, nsg);
+    int n1 = n0 + gemv_groups(FORMAT_1, a->w[1].rows, UNIT_ROWS, TOKENS, glu, nsg);
+    int which = glu ? 0 : matrix_of(u, n0, n1), format = which == 1 ? FORMAT_1 : FORMAT_2;
     int e = 0;                                            // the expert, or the head
-    if (EXPERTS) e = EXPERTS == EXPERTS_HEADS ? t % a->each : chosen[t];
-    u %= a->units;
-    if (EPILOGUE == EPILOGUE_GLU) {
-        gemv_product(FORMAT_0, 0, u, e, w0, bias0, scale0, &in, a, gate);
-        gemv_unit(FORMAT_1, 1, u, e, w1, bias1, scale1, &in, gate, other,
-                  y0 + (ulong)t * a->w[0].out_step, a);
-        return;
-    }
-    int which = matrix_of(u, n0, n1), format = which == 1 ? FORMAT_1 : FORMAT_2;
-    device const uchar *w = OF_THREE(which, w0, w1, w2);
-    device const float *bias = OF_THREE(which, bias0, bias1, bias2);
+    struct bound_matrix up = {w1, bias1, scale1}, m = {OF_THREE(which, w0, w1, w2),
+        OF_THREE(which, bias0, bias1, bias2), which ? scale1 : scale0};
     device float *y = OF_THREE(which, y0, y1, y2) + (ulong)t * a->w[which].out_step;
-    u -= OF_THREE(which, 0, n0, n1);
+    x += (ulong)input_of(t, a) * a->x_step;
+    struct row_input in = {x, weights, NORMED, a->cols, lane, tid, nsg,
+                           shared + STAGED_SIMDGROUPS};
+    if (EXPERTS) e = EXPERTS == EXPERTS_HEADS ? t % a->each : chosen[t];
+    u = (u - OF_THREE(which, 0, n0, n1)) * (int)nsg + (int)sg;
     // matrices of one format share their code: a small program starts sooner
-    if (which == 0 || format == FORMAT_0)
-        gemv_unit(FORMAT_0, which, u, e, w, bias, scale0, &in, gate, other, y, a);
-    else if (which == 1) gemv_unit(FORMAT_1, which, u, 0, w, bias, 0, &in, gate, other, y, a);
-    else gemv_unit(FORMAT_2, which, u, 0, w, bias, 0, &in, gate, other, y, a);
+    if (glu) gemv_unit(FORMAT_0, FORMAT_1, 0, u, e, &m, &up, &in, other, y, a);
+    else if (which == 0 || format == FORMAT_0)
+        gemv_unit(FORMAT_0, FORMAT_0, which, u, e, &m, &m, &in, other, y, a);
+    else if (which == 1) gemv_unit(FORMAT_1, FORMAT_1, 1, u, 0, &m, &m, &in, other, y, a);
+    else gemv_unit(FORMAT_2, FORMAT_2, 2, u, 0, &m, &m, &in, other, y, a);
 }
 
 #ifdef HAS_RING
-// gemv_ring is gemv for GPUs that copy in the background, and begin a launch before the previous
-// one has ended: NVIDIA's from compute capability 9.0 on. A token is some 200 launches of a few
-// microseconds, and gemv begins each by waiting, for its input, and then for its first weights.
-// Here two SIMD-groups, the copiers, do nothing but copy weights to slots of threadgroup memory.
-// They need no input: when it is there, the first weights are there, too.
+// gemv_ring is gemv for GPUs that copy in the background: NVIDIA's. A token is some 200 launches of
+// a few microseconds, and gemv begins each by waiting, for its input, and then for its first
+// weights. Here two SIMD-groups, the copiers, do nothing but copy weights to slots of threadgroup
+// memory. They need no input: from compute capability 9.0 on a launch may begin before the previous
+// one has ended, and when its input is there, the first weights are there, too.
 //
 // Gate and up of Qwen3-0.6B in Q4_0, for example, have 3,072 rows of 1,024 columns. On an H100 each
 // of 132 threadgroups has 23 or 24 rows of both, in tiles of 8 (without a GLU 16). A slot has a
@@ -1235,7 +1251,7 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 //
 // Who waits for whom; in round r all slots are filled for the time r, from 0 on:
 //   mbarrier        a phase of it ends when               who waits
-//   full[slot]      its rows' copies are there            in round r workers, for phase r
+//   full[slot]      all shares of its rows are there      in round r workers, for phase r
 //   is_free[slot]   all workers' threads have read it     in round r copiers, for phase r - 1
 //   arrived         the copy of PACKED inputs is there    workers, before their first product
 // Else workers meet at workers_barrier: if a team stages inputs for another one; and when the sums
@@ -1244,8 +1260,9 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 // Its words, which GPUs without HAS_RING lack:
 //   mbarrier_init(b, n)             a phase of it ends with n arrivals; parities are 0, 1, 0 ..
 //   mbarrier_arrive(b)              one of them
-//   mbarrier_copy(b, to, from, n)   one of them, when n bytes, from .. from + n - 1, are there; all
-//                                   three are multiples of 16
+//   copy_threads(n)                 how many threads share a copy, each with a call; at most n
+//   mbarrier_copy(b, to, from, bytes, i, n)   one of them, when thread i's share of these bytes is
+//                                   there, of n; to, from and bytes are multiples of 16
 //   mbarrier_wait(b, parity)        until the phase with this parity has ended
 //   bits_of(x)                      a float's
 //   as_other(p)                     p as a pointer to threadgroup memory, not device, or vice versa
@@ -1381,20 +1398,27 @@ static inline struct ring_memory ring_parts(threadgroup float *shared,
     return m;
 }
 
+// threads that copy a row; the packed inputs
+static inline int row_threads(void) {
+    return copy_threads(RING_COPIERS * SIMD_LANES / slot_rows());
+}
+static inline int input_threads(void) { return copy_threads(workers() * SIMD_LANES); }
+
 static inline void ring_set_up(struct ring_memory m, uint tid, constant struct product_args *a) {
-    if ((int)tid < a->slots) mbarrier_init(&m.full[tid], slot_rows());
+    if ((int)tid < a->slots) mbarrier_init(&m.full[tid], slot_rows() * row_threads());
     if ((int)tid < a->slots) mbarrier_init(&m.is_free[tid], workers() * SIMD_LANES);
-    if (PACKED && tid == 0) mbarrier_init(m.arrived, 1);
+    if (PACKED && tid == 0) mbarrier_init(m.arrived, input_threads());
     if (tid < RING_GROUP * FEW) m.zeros[tid] = 0.0f;
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the mbarriers are there
 }
 
-// A copier's lane feeds row i of slot after slot, each as soon as it is free again; behind a tile's
-// last row with an empty copy, which arrives, too.
+// A copier's thread feeds its row of slot after slot, or its share of that, each as soon as it is
+// free again; behind a tile's last row with an empty copy, which arrives, too.
 static inline void ring_feed(struct ring_memory m, struct ring_thread me, device const uchar *w0,
-        device const uchar *w1, device const uchar *w2, device const int *chosen, int i,
+        device const uchar *w1, device const uchar *w2, device const int *chosen, int number,
         constant struct product_args *a) {
     struct ring_place at = {0, 0};
+    int i = number / row_threads(), share = number % row_threads();   // its row of a slot
     for (int r = me.first, p = 0; r < me.end;) {          // two loops would be unrolled
         struct ring_tile tile = tile_at(r, me, a);
         struct slot_row x = row_at(i, tile);
@@ -1406,12 +1430,13 @@ static inline void ring_feed(struct ring_memory m, struct ring_thread me, device
         if (at.round > 0) mbarrier_wait(&m.is_free[at.slot], (at.round - 1) % 2);
         if (x.row >= tile.n) n = 0;
         threadgroup uchar *to = m.slots + (at.slot * slot_rows() + i) * a->stride;
-        mbarrier_copy(&m.full[at.slot], to, from - skew, (n + 15) / 16 * 16);
+        mbarrier_copy(&m.full[at.slot], to, from - skew, (n + 15) / 16 * 16, share, row_threads());
         place_step(&at, a->slots);
         if (++p < a->pieces) continue;
         p = 0;
         r += tile.n;
     }
+    copies_wait();
 }
 
 // Stages four neighbours of x, normed, from number i of their group on; eight lanes have a group.
@@ -1495,12 +1520,13 @@ static inline void ring_take(struct ring_memory m, struct ring_thread me, device
         threadgroup uchar *to = (threadgroup uchar *)m.squares;
         int bytes = 4 * (FEW * RING_WORKERS + a->input);
         input_wait();
-        if (me.tid == 0) mbarrier_copy(m.arrived, to, (device const uchar *)x, bytes);
+        if ((int)me.tid < input_threads())
+            mbarrier_copy(m.arrived, to, (device const uchar *)x, bytes, me.tid, input_threads());
         mbarrier_wait(m.arrived, 0);
         return;
     }
     x += (ulong)me.x0 * a->x_step;
-    struct row_input in = {x, weights, NORMED, a->cols, 0.0f, me.lane, m.inputs};
+    struct row_input in = {x, weights, NORMED, a->cols, me.lane, 0, 0, 0};
     int steps = div_up(n - me.team, TEAMS) * worker_steps(a->cols, me.worker);   // of the team
     ring_stage(in, me.team, TEAMS, 0, steps, m.inputs, m.squares, me.worker, a);
     if (TEAMS > 1) { workers_barrier(workers() * SIMD_LANES); }   // each team has staged some
@@ -1654,9 +1680,10 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
                              lane};
     ring_set_up(m, tid, a);
     if ((int)sg >= workers()) {
-        int own = slot_rows() / RING_COPIERS, i = ((int)sg - workers()) * own + (int)lane;
+        int own = slot_rows() * row_threads() / RING_COPIERS;   // lanes that copy
+        int number = ((int)sg - workers()) * own + (int)lane;
         if (EXPERTS) { input_wait(); }                    // for the choice
-        if ((int)lane < own) ring_feed(m, me, w0, w1, w2, chosen, i, a);
+        if ((int)lane < own) ring_feed(m, me, w0, w1, w2, chosen, number, a);
         return;
     }
     if (EXPERTS) me.x0 = input_of(first / rows, a);
@@ -1683,7 +1710,7 @@ kernel void ring_inputs(device const float *x, device const float *weights, devi
     int turn = part / RING_WORKERS, worker = part % RING_WORKERS;
     int end = worker_steps(a->cols, worker), begin = turn * LANE_GROUPS;
     threadgroup float *to = as_other(packed);
-    struct row_input in = {x, weights, NORMED, a->cols, 0.0f, lane, shared};
+    struct row_input in = {x, weights, NORMED, a->cols, lane, 0, 0, 0};
     if (!NORMED) end = min(end, begin + LANE_GROUPS);
     ring_stage(in, t, 0, begin, end, to + FEW * RING_WORKERS, to, worker, a);
 }
@@ -2173,11 +2200,12 @@ kernel void latent_row(device float *p, device float *q, device const float *row
 static inline void block_add(int format, int which, device const uchar *w, int cols,
         device const float *v, device float *x, constant struct product_args *a, uint nsg, uint sg,
         uint lane) {
-    struct row_input in = {v, 0, 0, cols, 0.0f, lane, 0};
+    struct row_input in = {v, 0, 0, cols, lane, 0, 0, 0};
+    struct bound_matrix m = {w, 0, 0};
     int R = unit_rows(format);
     for (int row = sg * R; row < a->w[which].rows; row += nsg * R) {
-        float sum[GEMV_ROWS];
-        gemv_product(format, which, row / R, 0, w, 0, 0, &in, a, sum);
+        float sum[FEW * GEMV_ROWS];
+        gemv_product(format, format, R, which, row / R, 0, &m, &m, &in, a, sum);
         for (int r = 0; r < R; r++)
             if (lane == 0 && row + r < a->w[which].rows) x[row + r] += sum[r];
     }
@@ -2197,14 +2225,12 @@ kernel void ffn_block(device const uchar *wo, device const uchar *gate, device c
         device const uchar *down, device const float *att, device const float *weights,
         device float *x, device float *h, constant struct product_args *a, PLACE) {
     int dim = a->w[0].rows, ff = a->w[1].rows;
-    struct row_input in = {x, weights, NORMED, dim, 0.0f, lane, 0};
-    float v[GEMV_ROWS];
+    struct row_input in = {x, weights, NORMED, dim, lane, 0, 0, 0};
+    struct bound_matrix m1 = {gate, 0, 0}, m2 = {up, 0, 0};
     block_add(FORMAT_0, 0, wo, a->cols, att, x, a, nsg, sg, lane);
     threadgroup_barrier(mem_flags::mem_device);           // x is whole
-    for (int u = sg; u * unit_rows(FORMAT_1) < ff; u += nsg) {
-        gemv_product(FORMAT_1, 1, u, 0, gate, 0, 0, &in, a, v);
-        gemv_unit(FORMAT_2, 2, u, 0, up, 0, 0, &in, v, x, h, a);
-    }
+    for (int u = sg; u * unit_rows(FORMAT_1) < ff; u += nsg)
+        gemv_unit(FORMAT_1, FORMAT_2, 1, u, 0, &m1, &m2, &in, x, h, a);
     threadgroup_barrier(mem_flags::mem_device);           // h is whole, and x has been read
     block_add(FORMAT_3, 3, down, ff, h, x, a, nsg, sg, lane);
 }

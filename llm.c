@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT
 // llm.c: an engine for language models in GGUF files (llama.cpp's file format), in this file,
-// quant.h, families.h and, for a GPU, metal.c: a book to be read from the front.
+// quant.h and, for a GPU, metal.c: a book to be read from the front.
 //
 //   cc -O3 -march=native llm.c -o llm -lm -lpthread
 //   ./llm model.gguf "Once upon a time"
 //
 // Part I is the model: how tokens become logits, and logits the next token, in plain C. It has what
-// a Llama needs, and no more: where another family differs, it calls a function of Part III. It
-// defines the two large operations, matrix product and attention, in plain loops: with -DLLM_PLAIN
-// every model runs on these alone.
+// a Llama needs, and calls a function of Part III where another family differs. Section 7 says in
+// plain loops what the two large operations compute, the matrix product and attention; the fast
+// ones are in Part V. With -DLLM_PLAIN every model runs on the plain loops.
 //
 //   I    the model     base, types, prototypes, ops, forward, session, sampler, generate
 //   II   the file      GGUF, architectures, loading
@@ -22,9 +22,10 @@
 // head and hd its width, dim the width of the residual stream (the vector per token that all layers
 // add to), ff the width of a feed-forward network (FFN); m is a Model, c its Config, s a Session
 // (one conversation), w weights (a Layer, a Matrix, a Norm), e an Error. Sections 5 and 9 and Part
-// IV have names of their own. A shape lists its outermost dimension first: x [n][dim] is n rows of
-// dim floats, and a row of a chunk is a token's. The KV cache holds the keys and values of earlier
-// tokens, so that each is made only once.
+// IV have names of their own; in section 8 p is a position in the text. A shape lists its outermost
+// dimension first: x [n][dim] is n rows of dim floats. A prompt runs in chunks of tokens, and row i
+// of a chunk is token i's. The KV cache holds the keys and values of earlier tokens, so that each
+// is made only once.
 //
 // As a library: #define LLM_NO_MAIN, #include "llm.c" before any other header. A program calls
 //
@@ -85,8 +86,6 @@ __attribute__((format(printf, 2, 3))) static bool fail(Error *e, const char *for
     return false;
 }
 
-#define COUNT(array) (sizeof(array) / sizeof *(array))
-static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 typedef struct { uint8_t *base; size_t size; } Map;   // bytes: a mapped file, or memory
@@ -99,27 +98,81 @@ typedef struct { int32_t *id; size_t n, room; } Tokens;   // a list of ids that 
 //
 // A model is its numbers, a Config, and its weights: a Layer for each layer, and what comes before
 // the first layer and after the last. Part II fills them from a file, and checks all that Part I
-// relies on. Each type lists what a Llama needs. families.h adds the fields of other families,
-// which Part I never reads.
+// relies on. Each type begins with what a Llama has: skip what is below "other families", which in
+// a Llama is 0, NULL or without effect.
 
-enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };   // pairs (i, i + n_rot/2); (2i, 2i + 1): GGUF's Llama
-enum { NORM_RMS, NORM_LAYER, NORM_BARE };      // a Llama has RMSNorm; LayerNorm, without weights
-enum { FULL, WINDOWED };   // layers that see the session's window; a smaller one (Gemma 3)
+enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };   // what makes a pair, see rope; a Llama: ROPE_PAIRS
+enum { NORM_RMS, NORM_LAYER, NORM_BARE };      // RMSNorm (a Llama); LayerNorm; without weights
+enum { FULL, WINDOWED };   // a layer that sees Options.window tokens; one that sees fewer (Gemma 3)
 
 typedef struct {
-    char name[32];             // of the architecture
     int n_layer;               // layers that run
     int dim;                   // width of the residual stream
     int n_vocab;               // token ids that have a logit
     int n_ctx;                 // tokens of the longest text in training
-    int n_head, hd, vd;        // of layer 0; forward reads Layer's, which may differ
-    int n_rot[2];              // values of a head that RoPE turns, in FULL and in WINDOWED layers
-    float rope_base[2];        // of RoPE's frequencies, likewise: 10000 or more
+    int n_head, hd, vd;        // of layer 0, see Layer; other layers may differ
+    int n_rot[2];              // values of a head that RoPE turns: in FULL, in WINDOWED layers
+    float rope_base[2];        // of RoPE's frequencies in these: 10000 or more
     int norm;                  // NORM_RMS
     float eps;                 // added under the root of a norm
     float attn_scale;          // factor of attention's scores: 1/sqrt(hd)
-#define CONFIG_FIELDS          // of other families
-#include "families.h"
+
+    // -- other families --
+    char name[32];             // of the architecture
+    bool verified;             // its logits are checked against llama.cpp's
+    int rope, act;             // of layers with RoPE: ROPE_HALVES, _PAIRS; ACT_SILU, ...
+    bool limit_first;          // the gate is clamped before its activation, not after (Maple)
+    int n_loops;               // how often the file's layers run; n_layer counts all (Nanbeige)
+    int n_nextn;               // blocks behind the layers that guess further tokens, see section 22
+    bool nextn_raw, nextn_layer_norm;   // they read the bare stream (Step 3.5); end in a LayerNorm
+    bool causal;               // a token does not see later ones; false in encoders
+    bool encoder;              // norms follow the residual sum, and there are no logits (BERT)
+    int pooling;               // of an embedding: -1 unsaid, 0 none, 1 mean, 2 first token, 3 last
+    float embd_scale;          // factor of the embeddings (Gemma)
+    bool embd_normed;          // embeddings are normed, without weights (Muse)
+    float residual_scale;      // factor of what a block adds to the stream (Granite)
+    float logit_scale, logit_cap;   // factor of the logits (Granite); their soft cap (Gemma 2) or 0
+    int window;                // tokens that a query sees in windowed layers, itself included
+    int span;                  // instead, it sees its own span of this many tokens (Llama 4); or 0
+    int n_exact;               // up to this many tokens sparse attention sees all (DeepSeek); or 0
+    float attn_cap;            // soft cap of the scores (Gemma 2); 0: none
+    float clamp_qkv;           // q, k and v are held within -clamp_qkv .. clamp_qkv (OLMo); 0: not
+    bool qk_norm_late;         // queries and keys are normed after RoPE, not before (Hunyuan)
+    bool values_normed;        // values are normed, too, without weights (Gemma 4)
+    bool softplus_gates;       // gates pass softplus, not a sigmoid (Laguna)
+    float value_scale;         // factor of attention's result (MiMo 2)
+    // positions, see Part III
+    bool local_unscaled;       // windowed layers ignore the scaling below, except rope_mag;
+    bool local_no_mag;         // they ignore rope_mag, too
+    int n_ctx_orig;            // n_ctx before the scaling
+    float rope_factor, rope_mag;   // frequencies are divided by it; factor of cosines and sines
+    bool yarn;                 // YaRN slows low frequencies only, see rope_scaling
+    float yarn_fast, yarn_slow, yarn_log;
+    int section[4];            // M-RoPE: pairs for an image's time, height, width; the last: unused
+    bool sections_mixed;       // the sections take turns (Qwen3-VL)
+    float alibi;               // ALiBi's largest bias (BLOOM), see alibi_slopes; 0: no ALiBi
+    float sharpen_scale;       // far out queries grow (Ministral 3), see sharpen; 0: not
+    int sharpen_length;        // tokens after which they do
+    // experts
+    int n_expert, n_used;      // in a layer; that a token uses at most
+    int n_group, n_group_used; // experts stand in groups, of which a token uses some (DeepSeek)
+    bool routed_first;         // the router reads the stream before attention (SmallThinker)
+    int gating;                // SOFTMAX or SIGMOID
+    bool weights_normed;       // the weights of the chosen experts are divided by their sum
+    float weights_scale;       // factor of their weights
+    float router_scale;        // factor of the router's product, if its input is normed (Gemma 4)
+    bool inputs_weighed;       // an expert's weight is a factor of its input, not result (Llama 4)
+    // recurrent mixers
+    int conv;                  // taps of the convolution: inputs that it sees
+    int n_key, n_value;        // key heads and value heads
+    int dk, dv;                // width of a key, of a value
+    bool key_tiled;            // value head h reads key head h % n_key, not h / (n_value / n_key)
+    int kda;                   // width of a head whose channels each have a decay (Kimi); or 0
+    float kda_lower;           // below 0: a decay is exp(kda_lower * sigmoid(..)); 0: no bound
+    // latent attention (DeepSeek), layers' own inputs (Gemma 4)
+    int lora;                  // width of the latent
+    int latent_hd, latent_vd;  // widths of the queries and values that it stands for
+    int per_layer;             // width of each layer's own input; 0: none
 } Config;
 
 // A view of a weight matrix: a tensor, or the rows of one that hold q, an expert, ...
@@ -127,26 +180,26 @@ typedef struct {
     const uint8_t *data;       // [rows] rows of cols weights; NULL: there is none
     int type;                  // of the weights, as ggml (llama.cpp's library) numbers the formats
     int64_t rows, cols;
-    // NULL or 0 in a Llama
+    // -- other families: NULL or 0 in a Llama --
     const float *bias;         // [rows], or [experts][rows]
     const float *scale;        // [1] factor of the product, or [experts]
     size_t step;               // bytes from one expert's matrix to the next
-    int x_step, out_step;      // floats from a token's input, output to the next; 0: cols, rows
+    int x_step, out_step;      // floats from one token's input (output) to the next; 0: cols (rows)
 } Matrix;
 
-// The weights w [n] of a norm and, in other families, biases b [n]:
-//   group = 0,  n = dim           of a row of the stream: a Llama has no other norms
-//   group = hd, n = hd            of each head of a query or key, all with the same weights
-//   group = hd, n = n_head * hd   of each head, with weights of its own
-//   group = 0,  n = n_head * hd   of all heads as one row
+// The weights w [n] of a norm and, in other families, biases b [n]. What is normed:
+//   group = 0,  n = dim           a row of the stream: a Llama has no other norms
+//   group = hd, n = hd            each head of a query or key, all with the same weights
+//   group = hd, n = n_head * hd   each head, with weights of its own
+//   group = 0,  n = n_head * hd   all heads as one row
 typedef struct { const float *w, *b; int n, group; float eps; } Norm;   // eps 0: the model's
 
 typedef struct {
     int n_head, n_kv;          // query heads, key-value heads; n_kv 0: no attention
     int hd, vd;                // width of a head's query and key; of its value (in a Llama hd)
-    int n_rot;                 // c->n_rot[FULL] or [WINDOWED]
+    int n_rot;                 // Config's of its kind, FULL or WINDOWED
     int rope;                  // ROPE_PAIRS; ROPE_NONE in layers without RoPE (SmolLM3)
-    int window;                // tokens that a query sees; 0: the session's window
+    int window;                // tokens that a query sees; 0: Options.window, a FULL layer
     int ff;                    // width of the FFN, or of an expert
     // in the order of use
     Norm attn_norm;            // [dim]
@@ -157,8 +210,45 @@ typedef struct {
     Norm ffn_norm;             // [dim]
     Matrix gate, up;           // [ff][dim] each
     Matrix down;               // [dim][ff]
-#define LAYER_FIELDS           // of other families
-#include "families.h"
+
+    // -- other families --
+    int source;                // the layer whose cache it reads; in a Llama itself
+    bool side_by_side;         // attention and FFN read the same stream (GPT-NeoX)
+    Norm attn_post_norm, ffn_post_norm;   // [dim] of attention's result, of the FFN's (Gemma 2)
+    Norm attn_norm_2, last_norm;   // [dim] after attention (JinaBERT), after the layer (Nanbeige)
+    const float *out_scale;    // [1] factor of the stream after the layer (Gemma 4), or NULL
+    Norm q_norm, k_norm;       // of heads, see Norm (Qwen 3); n 0: none
+    Matrix attn_gate;          // [n_head or n_head * vd][dim] gates of attention, if q has none
+    const float *sinks;        // [n_head] a score beside those of the keys (gpt-oss), or NULL
+    float limit_ffn, limit_experts;   // of act(gate) and up (Step 3.5); 0: none
+    struct { float alpha_n, alpha_p, beta, eps; } xielu;   // (Apertus)
+    // experts: gate, up and down hold those of all, a step apart
+    int n_used;                // experts that a token uses
+    Matrix router;             // [n_expert][dim]
+    const float *router_bias;  // [n_expert] for the choice only, or NULL
+    Matrix shared_gate, shared_up, shared_down;   // an FFN for every token
+    Matrix shared_router;      // [1][dim] makes its weight
+    Matrix squeeze, unsqueeze;   // [wide][dim], [dim][wide]: experts read fewer numbers
+    Norm router_norm, expert_norm, expert_post, shared_post;   // [dim] (Gemma 4, see load_experts)
+    // latent attention, where there is a k_b
+    Matrix q_a;                // [q.cols][dim]: q is two products
+    Norm q_a_norm, latent_norm;   // [q.cols], [lora]
+    Matrix k_b, v_b;           // of each head [lora][latent_hd - n_rot], [latent_vd][lora]
+    // a recurrent mixer
+    int mixer;                 // MIX_NONE, or one in place of attention or beside it
+    Matrix conv_in;            // [channels][dim] what passes the convolution
+    const float *conv, *conv_bias;   // [channels][taps], [channels]
+    Matrix z, z_a;             // [n_value * dv][..] gates; where z is two products, the first
+    Matrix alpha, alpha_a;     // [n_value][..] decays; where alpha is two products, the first
+    Matrix beta, beta_alpha;   // [n_value][dim] how strongly it writes; or both in one tensor
+    const float *dt_bias, *a, *skip;   // [n_value]; KDA: dt_bias [n_value][dk]
+    Norm delta_norm;           // [dv]
+    Matrix delta_out;          // [dim][n_value * dv]
+    // its own input
+    Matrix input_gate, input_proj;   // [per_layer][dim], [dim][per_layer]
+    Norm input_norm;           // [dim]
+    Norm embd_norm, state_norm, out_norm;   // of a block that guesses further tokens: [dim]
+    Matrix joint, embd, output;   // [dim][2 * dim] makes its input; its own, or the model's
 } Layer;
 
 typedef struct {
@@ -170,8 +260,19 @@ typedef struct {
     struct Gguf *gguf;         // the file
     struct Tokenizer *tokenizer;   // see Part IV
     Tokens suppressed;         // ids that are never sampled
-#define MODEL_FIELDS           // of other families
-#include "families.h"
+
+    // -- other families --
+    Map *owned;                // [n_owned] copies of weights that had to be changed
+    size_t n_owned;
+    const float *freqs;        // [n_rot/2] what divides RoPE's frequencies (Llama 3.1), or NULL
+    const float *freqs_long, *freqs_short;   // [n_rot/2] two more, of which one is taken (Phi 3)
+    Norm embd_norm;            // [dim] of the embeddings (BLOOM)
+    Matrix pos_embd;           // [n_ctx][dim] learned positions (GPT-2), or none
+    Matrix type_embd;          // its first row is added to each embedding (BERT), or none
+    Matrix dense[2];           // of the pooled embedding, one after the other (Gemma)
+    Matrix layer_embd, layer_proj;   // [ids][n_layer * per_layer], [n_layer * per_layer][dim]
+    Norm layer_norm;           // [per_layer]
+    Error nextn_idle;          // why the file's nextn blocks do not run, or ""
 } Model;
 
 // ---- 3. the types of a session ----
@@ -186,6 +287,10 @@ typedef struct {               // no defaults: all 0 is greedy
     uint64_t seed;
 } Sampling;
 
+// A pass of at most FEW tokens, one and the guesses that follow it, computes for each of them the
+// bits that a pass of one token computes. So guesses never change the text.
+enum { FEW = 8 };
+
 typedef struct {               // 0: the default, here in brackets
     int window;                // tokens that a query sees, itself included (n_ctx, at most 4096)
     int keep;                  // the first `keep` tokens stay in sight of layers with it (0)
@@ -193,12 +298,10 @@ typedef struct {               // 0: the default, here in brackets
     int threads;               // (all CPUs)
     int draft;                 // most tokens that are guessed at once, at most FEW - 1 (0: none)
     bool cpu, gpu_block;       // no GPU; on a GPU, half a layer in one launch
+    int gpu_layers;            // most layers that a GPU runs (as many as fit)
     Sampling sampling;         // (greedy)
 } Options;
 
-// Guesses run beside the token that they follow, up to FEW in a pass. The text stays the same only
-// if each then gets the bits that it would get alone: calls of at most FEW tokens see to that.
-enum { FEW = 8 };
 enum { LOGIT_ROWS = 16 };      // rows of logits that are made at once: their buffer is large
 
 // What one layer remembers of earlier tokens: their keys and values, in a ring of rows, see
@@ -226,8 +329,8 @@ typedef struct Session {
     Tokens history;            // the text evaluated so far, and room for one more token
     uint64_t rng;
     struct Gpu *gpu;           // see metal.c; NULL: the CPU does the work
-    // on_chunk, unless NULL, is called before each chunk and at the end: of n tokens `done` are now
-    // cached, and `reused` were before the call; false stops
+    // unless NULL, called before each chunk and at the end: of a text's n tokens `done` are cached
+    // now, and `reused` were before the call; false stops
     bool (*on_chunk)(void *ctx, int reused, int done, int n);
     void *ctx;
     // what forward works on, for its row functions (section 4)
@@ -242,25 +345,51 @@ typedef struct Session {
     float *gate, *up;          // [n][ff]
     float *logits;             // [LOGIT_ROWS][n_vocab]
     Candidate *candidates;     // [n_vocab] of the sampler
-    float *penalized;          // [n_vocab] logits, after its penalty
     float *angles[2];          // [n][n_rot] cos, sin pairs, of FULL layers and of WINDOWED ones
     double *freq[2];           // [n_rot/2] radians per position
-    float rope_mag[2];         // a factor of the cosines and sines
+    float rope_mag[2];         // a factor of the cosines and sines: 1 in a Llama
     Arena op_scratch;          // of matmul and attention
-#define SESSION_FIELDS         // of other families
-#include "families.h"
+
+    // -- guesses (section 40), and candidates that a GPU has made (39) --
+    struct Best *best;         // [FEW + 1][best_parts(n_vocab)], see session_best
+    size_t n_best;             // rows of logits of which the GPU has made them
+    int32_t *index;            // [n_index] positions; those up to n_indexed have been entered
+    int n_index, n_indexed;
+    int guesses;               // the last tokens of the chunk that are only guessed
+    float *states;             // [chunk][dim] what nextn blocks read, see section 22
+    int nextn_pos, loss, rest, pause;   // see nextn_follow; nextn_pays
+    // -- other families -- rows: choices of experts that run at once, n or, if that is more, n_used
+    float *slopes;             // [n_head] of ALiBi
+    float *inputs;             // [n][n_layer][per_layer] each layer's own
+    float *mix;                // [n][n_head][2 * hd] q with gates, or latent queries; of recurrent
+                               // mixers [conv-1 + n][channels]
+    float *z;                  // [n][..] gates; of latent attention the input of q
+    float *beta_alpha, *strength;   // [n][2 * n_value], [n][n_value] of the delta rule
+    float *decay;              // [n][n_value] of it, in KDA [n][n_value][dk]
+    float *route;              // [n][n_expert] the logits of a router
+    int32_t *chosen;           // [n][n_used] a token's experts, the best first: its choices
+    float *weight;             // [n][n_used] of the choices
+    int32_t *order;            // [n * n_used] indices of all choices, sorted by expert
+    float *gathered, *expert_out;     // [rows][dim or wide] what experts read; their results
+    float *squeezed, *squeezed_sum;   // [n][wide] the experts' input, squeezed; their sum
+    float *recurrent;          // [n_recurrent] conv and state of all layers
+    size_t n_recurrent, n_kept;   // floats; n_kept: of a layer
+    float *saved;              // [n_recurrent] a copy, the snapshot
+    int saved_pos;             // where the snapshot was made; -1: there is none
+    float *kept, *trial;       // [n_layer][n_kept] the guesses' inputs; one layer's state for them
+    int seen;                  // tokens of the history that the states have seen: no guesses
 } Session;
 
 // ---- 4. what other parts provide to forward ----
 
-// A row function does a step of forward for row i of a chunk. each_row calls one for i = 0 .. n-1,
-// on all threads.
+// A row function does a step of forward for row i of a chunk; arg is what the step reads, a Norm or
+// a Layer. RowFn is a function's type: `static RowFn f` declares f. each_row calls one for i = 0 ..
+// n-1, on all threads.
 typedef void RowFn(Session *s, const void *arg, size_t i);
 static void each_row(Session *s, RowFn *fn, const void *arg, int n);
 
-// A matrix product of n tokens, out [n][rows] = x [n][cols] * transposed w, which plain_matmul
-// defines. matmul runs k <= MAX_JOBS of them at the same time. It takes scratch from the arena and
-// gives it back.
+// A matrix product of n tokens, out [n][rows] = x [n][cols] * transposed w: see plain_matmul.
+// matmul runs k <= MAX_JOBS of them at the same time, and takes scratch from the arena.
 enum { MAX_JOBS = 64 };
 typedef struct { const Matrix *w; const float *x; float *out; int n; } Matmul;
 static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
@@ -268,15 +397,14 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
 // Rows of numbers
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 static inline float exp_fast(float x);   // e^x; relative error 1e-7, and 0 below -87.7
-// the sum of x[i] - mean, or of the squares of that: 16 partial sums, because that is vector code
+// the sum of x[i] - mean, or of its squares, in 16 partial sums, so that it becomes vector code
 static float sum16(const float *x, int n, float mean, bool squares);
-// A damaged value would spoil also queries that do not see its row, because Part V multiplies every
-// row by a weight, and 0 * NaN is NaN. So values of v [n] that are not finite become 0, and the
-// row's key NaN, which only reaches the scores of queries that see it.
+// Keeps damage where it is: 0 * NaN is NaN, so a NaN in a row of values would reach queries that do
+// not see the row. If a value of v [n] is not finite, it becomes 0, and the row's key becomes NaN,
+// which reaches only the queries that see the row.
 static void cache_finite(uint16_t *v, int n, uint16_t *key);
 
-// Where other families do more, or something else, forward calls one of these functions of Part
-// III. In a Llama they do nothing.
+// Other families: forward calls these functions of Part III, which do nothing in a Llama.
 static void embed_more(Session *s, float *x, size_t i);
 static void make_layer_inputs(Session *s), keep_states(Session *s);
 static bool other_layer(Session *s);   // forward_layer for other families; false: it is a Llama's
@@ -289,18 +417,18 @@ static void cap_logits(const Session *s, size_t count);
 
 // RMSNorm (arXiv 1910.07467) is x / sqrt(mean(x^2) + eps) * weight. LayerNorm first subtracts the
 // mean, and in the end adds a bias. Each group of the row is normed by itself.
-static void norm(float *out, const float *x, int n, const Norm *w, int kind, float eps) {
-    int group = w->group ? w->group : n;
-    if (w->eps > 0) eps = w->eps;
+static void norm(float *out, const float *x, int n, const Norm *p, int kind, float eps) {
+    int group = p->group ? p->group : n;
+    if (p->eps > 0) eps = p->eps;
     for (int start = 0; start < n; start += group, x += group, out += group) {
         float mean = kind == NORM_RMS ? 0 : sum16(x, group, 0, false) / group;
         float scale = 1 / sqrtf(sum16(x, group, mean, true) / group + eps);
         for (int i = 0; i < group; i++) out[i] = (x[i] - mean) * scale;
-        int at = w->n ? start % w->n : 0;   // the group's first weight; n 0: a bare norm
-        if (w->w)
-            for (int i = 0; i < group; i++) out[i] *= w->w[at + i];
-        if (w->b)
-            for (int i = 0; i < group; i++) out[i] += w->b[at + i];
+        int at = p->n ? start % p->n : 0;   // the group's first weight; n 0: there are no weights
+        if (p->w)
+            for (int i = 0; i < group; i++) out[i] *= p->w[at + i];
+        if (p->b)
+            for (int i = 0; i < group; i++) out[i] += p->b[at + i];
     }
 }
 
@@ -389,7 +517,8 @@ static void embed_row(Session *s, const void *arg, size_t i) {   // x = the toke
     embed_more(s, x, i);   // Gemma, GPT-2, BERT, BLOOM
 }
 
-// the cosines and sines of a token's position, for FULL layers and for WINDOWED ones
+// the cosines and sines of a token's position, for FULL layers and for WINDOWED ones (a Llama has
+// none of these, and so n_rot 0)
 static void angles_row(Session *s, const void *arg, size_t i) {
     const int *n_rot = s->m->config.n_rot;
     (void)arg;
@@ -422,14 +551,14 @@ static void attention_block(Session *s) {   // out = o * attention(q, k, v of no
 
 // The row of a position in the cache. A layer's KV cache is `keep` pinned rows, and a ring of rows
 // for the window and one chunk: so writing a chunk overwrites no row that one of its own queries
-// must still see. A row stores its position, and that alone decides who sees it. With 2 pinned
+// must still see. A row stores its position, which alone decides who sees the row. With 2 pinned
 // rows, and a ring for a window of 4 and a chunk of 2, at position 9:
 //
 //   row    0 1 | 2 3 4 5 6 7      8 and 9 have taken the rows of 2 and 3. Query 9 sees 6 to 9, and
 //   pos    0 1 | 8 9 4 5 6 7      0 and 1: models lean on the first tokens (arXiv 2309.17453)
 //
 // Keys were rotated by their position, so nothing moves when the ring wraps, and generation goes on
-// past any limit but those in check_more.
+// past any limit (but GPT-2's table of positions ends).
 static int cache_row(const Cache *cache, int pos) {
     int keep = cache->keep;
     return pos < keep ? pos : keep + (pos - keep) % (cache->rows - keep);
@@ -440,7 +569,7 @@ static void qkv_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
     Cache *cache = &s->cache[s->l];
     int pos = s->pos + i, row = cache_row(cache, pos);
-    int n_kv = w->k.rows / w->hd;   // 0: Gemma 4 reads another layer's cache
+    int n_kv = w->k.rows / w->hd;   // 0 in layers of Gemma 4 that read another layer's cache
     float *q = s->q + i * w->n_head * w->hd, *k = s->k + i * n_kv * w->hd;
     float *v = s->v + i * n_kv * w->vd;
     const float *turn = s->angles[w->window ? WINDOWED : FULL] + i * w->n_rot;
@@ -457,18 +586,18 @@ static void qkv_row(Session *s, const void *arg, size_t i) {
     cache->pos[row] = pos;
 }
 
-// Attention of n queries over one cache, which plain_attention defines; scratch as in matmul.
+// attention of n queries over one cache: see plain_attention; scratch as in matmul
 typedef struct {
     const float *q;            // [n][n_head][hd], with RoPE applied
     float *out;                // [n][n_head][vd]
-    const uint16_t *k, *v;     // [n_kv][rows][hd], [n_kv][rows][v_step] f16; vd of v_step used
+    const uint16_t *k, *v;     // [n_kv][rows][hd], [n_kv][rows][v_step] f16
     const int32_t *pos_k;      // [rows] position in each row, -1: empty
     int rows;
     int pos, n;                // queries at pos .. pos+n-1
-    int n_head, n_kv, hd, vd, v_step;
+    int n_head, n_kv, hd, vd, v_step;   // v_step: vd, or more in latent attention
     int window, keep;          // a query sees `window` keys, and the first `keep`
     float scale;               // of the scores
-    // 0 or NULL in a Llama
+    // -- other families: 0 or NULL in a Llama --
     int ahead, span_start;     // see attention_sees
     float softcap;             // of the scores
     const float *sinks, *slopes;   // [n_head] see plain_head, final_score
@@ -526,7 +655,8 @@ static size_t input_step(const Matrix *w) { return w->x_step ? w->x_step : w->co
 static size_t output_step(const Matrix *w) { return w->out_step ? w->out_step : w->rows; }
 
 // out [n][rows] = scale * x [n][cols] * transposed w [rows][cols] + bias. A row of weights is
-// unpacked once for all n tokens: that is why a prompt runs in chunks. row [cols] is scratch.
+// unpacked once for all n tokens, which is why a prompt runs in chunks. row [cols] is scratch.
+// (Called in builds with -DLLM_PLAIN alone.)
 static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) {
     const Matrix *w = job->w;
     float scale = w->scale ? *w->scale : 1;
@@ -543,9 +673,9 @@ static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) 
 }
 
 // Does a query see a key? Both are positions. A query sees a window that ends with itself, and the
-// first `keep` keys; in an encoder `ahead` later keys, too. It sees nothing before span_start (0
-// except in Llama 4): so never the key -1 of an empty row. It has bits and no branches, because
-// Part V's loops over keys are vector code.
+// first `keep` keys; in an encoder `ahead` later keys, too. It sees nothing before span_start, 0
+// except in Llama 4, and so never the key -1 of an empty row. The conditions are joined by & and |
+// because && and || are branches, which would keep loops over keys from becoming vector code.
 static inline int attention_sees(const Attention *a, int query, int key) {
     int near = (query - key < a->window) | (key < a->keep);
     return (key >= a->span_start) & (key - query <= a->ahead) & near;
@@ -593,37 +723,38 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 
 // ---- 8. session ----
 
-// What other parts provide to a session. A plan takes zeroed buffers from an arena; place_plan runs
-// it twice, to count and to place. (op_scratch has no plan: its size is found by running forward
-// once without memory, where matmul and attention only add up what they would take, and each_row
-// does nothing.)
-typedef void Plan(Session *s, Arena *a);   // the type of a function: `static Plan f` declares f
+// Memory (section 23). A plan takes buffers, which are zeroed, from an arena; place_plan runs the
+// plan twice, to count the bytes and to place the buffers. plan_scratch learns what matmul and
+// attention take by running forward once without memory, when each_row does nothing.
+typedef void Plan(Session *s, Arena *a);
 static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e);
 static Plan plan_caches, plan_scratch;   // of the KV caches; of forward's buffers
 static bool tokens_room(Tokens *t, size_t n);   // room for n ids in all; false: out of memory
-static int count_cpus(void);           // how many threads this process should use
+
+// Threads (26)
+static int count_cpus(void);           // how many this process should use
 static Pool *pool_open(int threads);   // NULL: they cannot be started
 static void pool_close(Pool *p);       // p may be NULL
 
-// A GPU (metal.c) runs the whole model on a Session's buffers. False: there is none, or it failed,
-// and the CPU does the work. gpu_forward also makes the logits of up to LOGIT_ROWS rows, from row
-// `first` on; gpu_logits makes further ones.
+// A GPU (38) runs the model, or its last layers, on a Session's buffers. False: there is none, or
+// it failed, and the CPU does the work. gpu_forward also makes the logits of up to LOGIT_ROWS rows
+// of the chunk, from row `first` on; gpu_logits makes further ones.
 static int gpu_chunk(Session *s);    // finds a GPU, sets s->gpu; returns its default chunk, or 0
 static void gpu_open(Session *s), gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
 static void gpu_store(Session *s, bool states);   // after the CPU wrote positions, and states
 
-// Other families: chunks and states of recurrent models, guesses. In a Llama limit_options,
-// forget_more and chunk_seen have no effect.
-static void limit_options(Session *s);
-static float rope_scaling(const Model *m, int kind, int window, double *freq);   // Llama 3.1, too
-static bool check_more(const Session *s, int n, Error *e);   // can the model run n tokens?
-static int reusable(const Session *s, int p);   // how many of the first p tokens can stay cached?
-static void forget_more(Session *s, int p);
+// Every model (23): how many of the first p tokens can stay cached; how many tokens the chunk at p
+// has; what divides frequencies (Llama 3.1), and the factor of cosines and sines; GPT-2's limit.
 struct Request;
-static int next_chunk(Session *s, const struct Request *r, int p, bool prompt);   // its length
-static void chunk_seen(Session *s);
+static int reusable(const Session *s, int p);
+static int next_chunk(Session *s, const struct Request *r, int p, bool prompt);
+static float rope_scaling(const Model *m, int kind, int window, double *freq);
+static bool check_more(const Session *s, int n, Error *e);
+
+// Other families: no effect in a Llama
+static void limit_options(Session *s), forget_more(Session *s, int p), chunk_seen(Session *s);
 static const float *hidden_rows(Session *s, int first, int n);   // norm(x) of n rows (--embed)
 
 // forgets positions p and later
@@ -633,7 +764,7 @@ static void session_truncate(Session *s, int p) {
         for (int i = 0; i < s->cache[l].rows; i++)
             if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
     s->history.n = p;
-    gpu_store(s, p == 0);
+    gpu_store(s, p == 0);   // at 0 forget_more cleared the states, too
 }
 
 void session_close(Session *s) {
@@ -647,8 +778,8 @@ void session_close(Session *s) {
 }
 
 // Sets freq [n_rot/2] of one kind of layers, FULL or WINDOWED: base^(-2i / n_rot) radians per
-// position for pair i. (In double: at position 100,000 a float angle is off by 0.005.) window: the
-// session's, by which Phi 3 picks factors. Returns a factor of the cosines and sines, 1 in a Llama.
+// position for pair i, in double, because at position 100,000 a float angle is off by 0.005. By the
+// window Phi 3 picks factors. Returns a factor of the cosines and sines, 1 in a Llama.
 static float rope_frequencies(const Model *m, int kind, int window, double *freq) {
     int n_rot = m->config.n_rot[kind];
     double base = m->config.rope_base[kind];
@@ -681,10 +812,10 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     return true;
 }
 
-// What to evaluate, and who gets the result. ids [n] is the whole text. fn, if it is not NULL, gets
-// the rows of tokens `from` to n-1 in order, and returns false to stop. The row of a token is the
-// logits [n_vocab] of what follows it.
-typedef bool OnRow(void *ctx, int i, const float *row);
+// What to evaluate: a text, ids [n]. Each of its tokens from..n-1 gets a row, the logits [n_vocab]
+// of what follows the token. Rows are made in s->logits, LOGIT_ROWS at a time; fn, unless NULL, is
+// given each in order, and returns false to stop.
+typedef bool OnRow(void *ctx, int i, const float *row);   // i: the token's position
 typedef struct Request {
     const int32_t *ids;
     int n, from;
@@ -696,23 +827,22 @@ typedef struct Request {
 } Request;
 
 static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e);
-static bool give_rows(Session *s, const Request *r, int pos, int n, int first, bool gpu, Error *e);
 static int session_reuse(Session *s, const Request *r);
+static bool give_rows(Session *s, const Request *r, int pos, int n, int first, bool gpu, Error *e);
 
-// Evaluates a text chunk by chunk, reusing what the caches hold.
+// Evaluates a text chunk by chunk, but for the tokens whose rows the caches hold.
 static bool session_run(Session *s, Request r, Error *e) {
-    bool in_history = r.ids == s->history.id;   // session_generate's text: realloc may move it
+    bool answer = r.ids == s->history.id;   // the text is the history, and ids written behind it
     if (!check_ids(s, r.ids, r.n, e)) return false;
     if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
-    if (in_history) r.ids = s->history.id;
-    int reused = session_reuse(s, &r);
-    bool prompt = !in_history && r.n - reused > 1;   // and not the next token of an answer
-    for (int p = reused, n; p < r.n; p += n) {
-        n = next_chunk(s, &r, p, prompt);   // s->o.chunk, or as many as are left
+    if (answer) r.ids = s->history.id;      // realloc may have moved it
+    int n, reused = session_reuse(s, &r);
+    bool prompt = !answer && r.n - reused > 1;   // recurrent models save states before its end
+    for (int p = reused; p < r.n; p += n) {
+        n = next_chunk(s, &r, p, prompt);        // s->o.chunk, or as many as are left
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
-        int first = r.from > p ? smaller(r.from - p, n) : 0;   // the chunk's first row for r.fn
-        int logits_from = r.hidden ? n : first;   // n: none
-        bool gpu = gpu_forward(s, r.ids + p, n, p, logits_from);
+        int first = r.from > p ? smaller(r.from - p, n) : 0;   // of the chunk's rows that are made
+        bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);
         if (!gpu) forward(s, r.ids + p, n, p);
         memmove(s->history.id + p, r.ids + p, n * sizeof *r.ids);
         s->history.n = p + n;
@@ -723,7 +853,7 @@ static bool session_run(Session *s, Request r, Error *e) {
 }
 
 const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
-    Request last = {.ids = ids, .n = n, .from = n - 1};
+    Request last = {.ids = ids, .n = n, .from = n - 1};   // one row, which stays in s->logits
     return session_run(s, last, e) ? s->logits : NULL;
 }
 
@@ -737,7 +867,7 @@ static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e) {
 }
 
 // Cuts the caches back to the longest prefix of the text that can be reused, and returns where
-// evaluation goes on, at r->from or before: rows from there on must be made.
+// evaluation goes on: at r->from or before, because logits are wanted from there on.
 //
 //   decode          the text is the history and one more token: there is nothing to cut
 //   prefix reuse    both begin alike: the history is cut back to where they differ
@@ -752,9 +882,9 @@ static int session_reuse(Session *s, const Request *r) {
 
 // Fails if the row [n] of token i has nothing but NaN or, if exact, any NaN.
 static bool check_row(const float *row, size_t n, bool exact, int i, Error *e) {
-    size_t nans = 0;
-    for (size_t k = 0; k < n; k++) nans += isnan(row[k]) != 0;
-    if (nans < n && !(exact && nans)) return true;
+    size_t k = 0;   // of the first number; exact: of the first NaN
+    while (k < n && !isnan(row[k]) == exact) k++;
+    if ((k == n) == exact) return true;
     return fail(e, "at token %d the model yields %s NaN: its weights may be damaged", i,
                 exact ? "a" : "nothing but");
 }
@@ -780,32 +910,38 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 
 // ---- 9. sampler ----
 //
-// From logits to the next token, in stages. First some logits change: those of recent tokens (the
-// penalty) and of suppressed ids. Then ids with their logits become candidates. Temperature, top-k,
-// top-p and min-p change, sort or drop candidates, and return how many are left; one of them is
-// drawn, at temperature 0 the best. (llama.cpp's temperature comes last; here top-p and min-p see
-// probabilities after it.) Here l is logits, c candidates.
+// From logits to the next token, in stages. First ids with their logits become candidates: all, or
+// little more than the k best. Recent ones lose some of their logit (the penalty), suppressed ones
+// all. Then temperature, top-k, top-p and min-p change, sort or drop candidates, and return how
+// many are left. One of these is drawn; at temperature 0 the best. (llama.cpp's temperature comes
+// last; here top-p and min-p see probabilities after it.) c is candidates, l logits.
 
-// Part V sorts: sort_top brings the k best of c [n] to the front, in order; sort_share as many as
-// it takes for their weights (exp(logit - best)) to reach `sum`. sample_candidates makes candidates
-// of the k best of the logits l [n], and perhaps of a few more (k 0: of all), and returns how many.
+// What is sampled: the logits [n], of each BEST_IDS of them the best; recent ids, suppressed ids
+enum { BEST_IDS = 256 };
+typedef struct Best { float logit, id, sum; } Best;   // logit: at least -3e38; others: see gpu_best
+static size_t best_parts(size_t n) { return (n + BEST_IDS - 1) / BEST_IDS; }   // of n logits
+typedef struct { const float *logits; size_t n; const Best *best; Tokens last, never; } Draw;
+
+// Section 39 sorts. sort_top brings the k best of c [n] to the front, in order; sort_share brings
+// there as many as it takes for their weights (exp(logit - best)) to reach `sum`. sample_candidates
+// makes candidates, in the order of ids, of all that may be among the k best (0: of all) once last
+// and never have lost, and returns how many. NaN never wins.
 static void sort_top(Candidate *c, size_t n, size_t k);
 static void sort_share(Candidate *c, size_t n, double sum);
-static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k);
+static size_t sample_candidates(Candidate *c, const Draw *d, int k);
+static const Best *session_best(Session *s, const float *logits);   // for Draw
 
-static void sample_begin(float *l, const float *logits, size_t n) {   // a copy; NaN never wins
-    for (size_t i = 0; i < n; i++) l[i] = isnan(logits[i]) ? -INFINITY : logits[i];
-}
-
-// Makes each of the last tokens less likely: positive logits are divided by the penalty, negative
-// ones multiplied. An id counts once, however often it occurs, because its new logit in l [n] is
-// computed from the old one in logits [n].
-static void sample_penalty(float *l, const float *logits, size_t n, const int32_t *last, int n_last,
-                           float penalty) {
-    for (int i = 0; i < n_last; i++) {
-        if ((size_t)last[i] >= n || isnan(logits[last[i]])) continue;
-        float x = logits[last[i]];
-        l[last[i]] = x * (x > 0 ? 1 / penalty : penalty);
+// Makes ids less likely: positive logits are divided by the penalty, negative ones multiplied; with
+// INFINITY an id becomes impossible. An id counts once, however often it occurs, because its new
+// logit is computed from the old one in `logits`.
+static void sample_penalty(Candidate *c, size_t n, const float *logits, Tokens ids, float penalty) {
+    for (size_t i = 0; i < ids.n; i++) {
+        int32_t id = ids.id[i];
+        size_t at = id >= 0 && (size_t)id < n && c[id].id == id ? id : 0;   // if all are candidates
+        while (at < n && c[at].id != id) at++;
+        if (at == n || isnan(logits[id])) continue;
+        float factor = logits[id] > 0 ? 1 / penalty : penalty;
+        c[at].logit = penalty < INFINITY ? logits[id] * factor : -INFINITY;
     }
 }
 
@@ -865,12 +1001,14 @@ static double random_unit(uint64_t *state) {   // splitmix64, in [0, 1)
     return ((z ^ z >> 31) >> 11) * 0x1p-53;
 }
 
-// Chooses among the logits l [n]; c has room for n candidates.
-static int32_t sample(const Sampling *o, Candidate *c, const float *l, size_t n, uint64_t *rng) {
+// c has room for n candidates
+static int32_t sample(const Sampling *o, Candidate *c, const Draw *d, uint64_t *rng) {
     double total, sum;
-    bool greedy = o->temp < 1e-30f;   // 0, or logits / temp would overflow
+    bool greedy = o->temp < 1e-30f;   // 0, or so small that logits / temp overflow
     int k = greedy ? 1 : o->top_k;
-    n = sample_candidates(c, l, n, k);
+    size_t n = sample_candidates(c, d, o->repeat_penalty < 1 ? 0 : k);   // below 1 logits may rise
+    sample_penalty(c, n, d->logits, d->last, o->repeat_penalty);
+    sample_penalty(c, n, d->logits, d->never, INFINITY);
     if (!greedy) sample_temperature(c, n, o->temp);
     n = sample_top_k(c, n, k);
     if (greedy) return c->id;
@@ -883,15 +1021,11 @@ static int32_t sample(const Sampling *o, Candidate *c, const float *l, size_t n,
 
 int32_t session_sample(Session *s, const float *logits) {
     const Sampling *o = &s->o.sampling;
-    const Tokens *never = &s->m->suppressed;
-    float *l = s->penalized;
-    int n = o->repeat_last_n, n_vocab = s->m->config.n_vocab;
-    if (n < 0 || n > (int)s->history.n) n = s->history.n;
-    sample_begin(l, logits, n_vocab);
-    sample_penalty(l, logits, n_vocab, s->history.id + s->history.n - n, n, o->repeat_penalty);
-    for (size_t i = 0; i < never->n; i++)
-        if (never->id[i] >= 0 && never->id[i] < n_vocab) l[never->id[i]] = -INFINITY;
-    return sample(o, s->candidates, l, n_vocab, &s->rng);
+    size_t n = o->repeat_penalty == 1 ? 0 : o->repeat_last_n;   // -1 is more than there can be
+    Tokens last = s->history;
+    if (n < last.n) last = (Tokens){last.id + last.n - n, n, n};
+    Draw d = {logits, s->m->config.n_vocab, session_best(s, logits), last, s->m->suppressed};
+    return sample(o, s->candidates, &d, &s->rng);
 }
 
 // ---- 10. generate ----
@@ -951,6 +1085,9 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
 // The file is not trusted. The cursor that reads it fails once and stays failed, so that one check
 // at the end of a step is enough; no count may exceed what the file's bytes could hold; each tensor
 // must lie inside the file. Strings and weights point into it; what must change is copied first.
+
+#define COUNT(array) (sizeof(array) / sizeof *(array))
+static uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
 // realloc for count items; NULL also where their bytes overflow a size_t
 static void *resize(void *p, uint64_t count, size_t size) {
@@ -2722,6 +2859,14 @@ static bool like_llama(const Config *c, const Layer *w) {
 
 static void experts(Session *s), mix_tokens(Session *s), add_layer_input(Session *s);
 
+static void forward_ffn(Session *s) {   // x += ffn(norm(x)): the second half of a layer
+    const Layer *w = &s->m->layers[s->l];
+    if (!w->side_by_side) each_row(s, norm_more_row, &w->ffn_norm, s->n);
+    if (w->router.data) experts(s);   // Mixtral
+    else ffn_more(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
+    each_row(s, add_more_row, &w->ffn_post_norm, s->n);
+}
+
 // forward_layer with all that other families have
 static bool other_layer(Session *s) {
     const Config *c = &s->m->config;
@@ -2739,14 +2884,8 @@ static bool other_layer(Session *s) {
         each_row(s, add_more_row, &w->attn_post_norm, n);
     }
 
-    // x += ffn(norm(x))
-    if (w->up.data) {
-        if (!w->side_by_side) each_row(s, norm_more_row, &w->ffn_norm, n);
-        if (w->router.data) experts(s);   // Mixtral
-        else ffn_more(s, &(Ffn){&w->gate, &w->up, &w->down, w->limit_ffn}, s->out);
-        each_row(s, add_more_row, &w->ffn_post_norm, n);
-        if (w->input_gate.data) add_layer_input(s);   // Gemma 4
-    }
+    if (w->up.data) forward_ffn(s);
+    if (w->input_gate.data) add_layer_input(s);   // Gemma 4
     return true;
 }
 
@@ -3813,9 +3952,9 @@ static void plan_scratch(Session *s, Arena *a) {
     s->order = arena_take(a, n * c->n_used, sizeof *s->order);
     s->weight = arena_take(a, n * c->n_used, f);
     a->used = start;            // 3: logits
-    s->logits = arena_take(a, (uint64_t)LOGIT_ROWS * c->n_vocab, f);
+    s->best = arena_take(a, (FEW + 1) * best_parts(c->n_vocab), sizeof *s->best);
+    s->logits = arena_take(a, (uint64_t)LOGIT_ROWS * c->n_vocab, f);   // next, see gpu_finish
     s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
-    s->penalized = arena_take(a, c->n_vocab, sizeof *s->penalized);
 }
 
 // Runs a plan to learn the size, and again to place the buffers, in whole pages, which a GPU can
@@ -6570,6 +6709,14 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
     int16x8_t lo = vmull_s8(vget_low_s8(a), vget_low_s8(b)), hi = vmull_high_s8(a, b);
     return sum + (vi)vpaddq_s32(vpaddlq_s16(lo), vpaddlq_s16(hi));
 }
+#elif defined(__SSE2__)
+#include <emmintrin.h>
+enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };
+INLINE vi dot_bytes(vi sum, vi w, vi x) {   // products of bytes 0 and 2, then of 1 and 3
+    __m128i a = (__m128i)w, b = (__m128i)x, even = _mm_slli_epi16(b, 8);
+    even = _mm_madd_epi16(_mm_srai_epi16(_mm_slli_epi16(a, 8), 8), _mm_srai_epi16(even, 8));
+    return sum + (vi)even + (vi)_mm_madd_epi16(_mm_srai_epi16(a, 8), _mm_srai_epi16(b, 8));
+}
 #else
 enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };
 static vi dot_bytes(vi sum, vi w, vi x) {   // no INLINE: gcc would take minutes
@@ -6713,19 +6860,23 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int toke
 
 // Sums lanes of LANES rows at once, because that costs as much as 256 weights. sums [n][LANES] keep
 // the rows' vectors until row i fills them or is the last. Tokens of out lie `step` floats apart.
-INLINE void put_sums(vf sums[][LANES], int n, int64_t i, int64_t rows, float *out, size_t step) {
-    int last = i % LANES;
-    if (last + 1 < LANES && i + 1 < rows) return;
+static __attribute__((noinline)) void put_rows(vf sums[][LANES], int n, int last, float *out,
+                                               size_t step) {
     for (int t = 0; t < n; t++, out += step) {
         vf sum = sum_each(sums[t]);
-        memcpy(out + i - last, &sum, (last + 1) * sizeof *out);
+        memcpy(out, &sum, (last + 1) * sizeof *out);
     }
+}
+INLINE void put_sums(vf sums[][LANES], int n, int64_t i, int64_t rows, float *out, size_t step) {
+    int last = i % LANES;
+    if (last + 1 == LANES || i + 1 == rows) put_rows(sums, n, last, out + i - last, step);
 }
 
 // `tokens`, job->n or more, is a constant, so that sums stay in registers; the last token repeats.
 INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_ARGS) {
     int64_t cols = job->w->cols, step = (cols + 255) / 256;
     int bytes = f->bytes, n = job->n;
+    int64_t whole = cols / 256, rest = cols % 256 * bytes / 256;
     const uint8_t *b = weight_at(job->w, r, 0);
     const TokenActs *acts[FEW];
     vf sums[FEW][LANES] = {{{0}}};
@@ -6748,13 +6899,14 @@ INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_A
     }
     for (; i < end - r; i++) {
         vf sum[FEW][2] = {{{0}}};
-        int64_t k = 0, rest = cols % 256 * bytes / 256;
-        for (; k < cols / 256; k++, b += bytes) {
-            prefetch_ahead(b, bytes);
-            dot256(decode, f, b, tokens, acts, k, sum);
-        }
-        if (rest) dot256(decode, f, memcpy(last, b, rest), tokens, acts, k, sum);
-        b += rest;
+        const uint8_t *from = b;
+        if (rest) memcpy(last, b + whole * bytes, rest);
+        for (int64_t k = 0, stop = whole; k < step; stop = step, from = last)
+            for (; k < stop; k++, from += bytes) {
+                prefetch_ahead(from, bytes);
+                dot256(decode, f, from, tokens, acts, k, sum);
+            }
+        b += whole * bytes + rest;
         UNROLL for (int t = 0; t < tokens; t++)
             sums[t][i % LANES] = sum[t][0] + sum[t][1] * (f->bias ? -(float)f->bias : 1);
         put_sums(sums, n, i, end - r, job->out + r, output_step(job->w));
@@ -8071,16 +8223,17 @@ static bool gpu_best(const Session *s, int32_t *id, double *chance) { return fal
 static bool gpu_copy(Session *s, float *to, const float *from, size_t n) { return false; }
 static UNUSED double gpu_rate(Session *s, void *p, size_t n) { return 0; }
 static UNUSED double gpu_bytes(const Session *s) { return 0; }
+static UNUSED int gpu_layers(const Session *s) { return 0; }
 #pragma GCC diagnostic pop
 #endif
 
 // ---- 39. candidates of the sampler ----
 //
-// To add a stage, write it like those of section 9. If it changes logits by id, or needs all of
-// them, call it in session_sample, else in sample, where only about top-k candidates are left. Give
-// it a field at the end of Sampling, in which 0 is off, and in Part VI a default in main, a row of
-// OPTIONS and, if files may ask for it, one in sampling_defaults and print_file's keys. Then add a
-// line to test_sampler_stages of test.c; the README has the order of stages.
+// To add a stage, write it like those of section 9, and call it in sample, which has about top-k
+// candidates. If it lowers logits by id, its ids belong into Draw; if it raises some, or needs all,
+// all become candidates. Give it a field at the end of Sampling, in which 0 is off, and in Part VI
+// a default in main, a row of OPTIONS and, if files may ask for it, one in sampling_defaults and
+// print_file's keys. Then add a line to test_sampler_stages of test.c (README: order of stages).
 
 static int best_first(const void *a, const void *b) {   // ties: the lower id
     const Candidate *x = a, *y = b;
@@ -8105,32 +8258,48 @@ static void sort_top(Candidate *c, size_t n, size_t k) {
     qsort(c, gathered, sizeof *c, best_first);
 }
 
-// Returns a logit that at least k of l [n] reach, and few more if k is far below COLUMNS: the k-th
-// best of the largest in each of COLUMNS columns of l. k 0: all reach it; c is scratch.
-static float least_of_top(Candidate *c, const float *l, size_t n, int k) {
-    enum { COLUMNS = 256 };
-    float best[COLUMNS];
-    if (k <= 0 || k > COLUMNS || n < COLUMNS) return -INFINITY;
-    memcpy(best, l, sizeof best);
-    for (size_t i = COLUMNS; i + COLUMNS <= n; i += COLUMNS)
-        for (int j = 0; j < COLUMNS; j++) best[j] = l[i + j] > best[j] ? l[i + j] : best[j];
-    for (int j = 0; j < COLUMNS; j++) c[j] = (Candidate){best[j], j};
-    sort_top(c, COLUMNS, k);
-    return c[k - 1].logit;
+static void find_best(Best *best, const float *logits, size_t n) {   // of each BEST_IDS
+    enum { WIDE = 32 };   // logits that the compiler compares at once
+    for (size_t from = 0; from < n; from += BEST_IDS, best++) {
+        float top[WIDE], most = -3e38f;
+        for (int j = 0; j < WIDE; j++) top[j] = most;
+        for (size_t i = from; i < from + BEST_IDS && i < n; i += WIDE)
+            for (int j = 0; j < smaller(WIDE, n - i); j++)
+                top[j] = logits[i + j] > top[j] ? logits[i + j] : top[j];
+        for (int j = 0; j < WIDE; j++) most = top[j] > most ? top[j] : most;
+        best->logit = most;
+    }
 }
 
-// in the order of their ids, and few besides the k best: about 43 for k = 40
-static size_t sample_candidates(Candidate *c, const float *l, size_t n, int k) {
-    enum { STEP = 64 };   // logits that the compiler compares at once
-    float least = least_of_top(c, l, n, k);
-    size_t kept = 0;
-    for (size_t i = 0, end; i < n; i = end) {
-        int some = 0;   // with a bool the compiler would compare one by one
-        end = i + STEP < n ? i + STEP : n;
-        for (size_t j = i; j < end; j++) some |= l[j] >= least;
-        if (!some) continue;
-        for (size_t j = i; j < end; j++)
-            if (l[j] >= least) c[kept++] = (Candidate){l[j], j};
+// Returns the best of each BEST_IDS logits. A GPU has made those of the first n_best rows of
+// s->logits, row 0 last; those of other logits are found, and put where none of a GPU's are.
+static const Best *session_best(Session *s, const float *logits) {
+    size_t n_vocab = s->m->config.n_vocab, row = 0;
+    while (row < s->n_best && logits != s->logits + row * n_vocab) row++;
+    Best *best = s->best + (FEW - row) * best_parts(n_vocab);
+    if (row == s->n_best) find_best(best, logits, n_vocab);
+    return best;
+}
+
+// At least k logits reach the k-th best of d->best, not counting those that fall, and few more:
+// about 43 for k = 40. Of BEST_IDS whose best one does not reach it none is read.
+static size_t sample_candidates(Candidate *c, const Draw *d, int k) {
+    const float *l = d->logits;
+    size_t parts = best_parts(d->n), most = k + d->never.n, kept = 0;   // never: they may be best
+    float least = -INFINITY;
+    for (size_t i = 0; i < parts; i++) c[i] = (Candidate){d->best[i].logit, i};
+    for (size_t i = 0; i < d->last.n; i++) {
+        size_t id = d->last.id[i], part = id / BEST_IDS;
+        if (id < d->n && l[id] >= c[part].logit) c[part].logit = -INFINITY;
+    }
+    if (k > 0 && most <= parts) {
+        sort_top(c, parts, most);
+        if (c[most - 1].logit > -3e38f) least = c[most - 1].logit;
+    }
+    for (size_t i = 0, end; i < d->n; i = end) {
+        end = smaller(i + BEST_IDS, d->n);
+        for (size_t j = i; j < end && d->best[i / BEST_IDS].logit >= least; j++)
+            if (!(l[j] < least)) c[kept++] = (Candidate){isnan(l[j]) ? -INFINITY : l[j], j};
     }
     return kept;
 }
@@ -8449,7 +8618,7 @@ static const Option OPTIONS[] = {
     {"--special", SWITCH, AT(special), 0, 0, "parse special tokens in PROMPT"},
     {"--no-display-prompt", SWITCH, AT(hide_prompt), 0, 0, "print the continuation alone"},
     {"--cpu", SWITCH, AT(o.cpu), 0, 0, "do not use the GPU (NVIDIA with libnvrtc, or Metal)"},
-    {"--gpu MODE", TEXT, AT(gpu), 0, 0, "chain (default) or block: see the README"},
+    {"--gpu N", TEXT, AT(gpu), 0, 0, "most layers on the GPU (all that fit); or block: README"},
     {"--tokenize", SWITCH, AT(tokenize), 0, 0, "print the token ids of PROMPT"},
     {"--tokens A,B,C", LIST, AT(ids), 0, INT_MAX, "token ids instead of PROMPT, as they are"},
     {"--logits FILE", TEXT, AT(logits), 0, 0, "write float32 logits of every token, - to stdout"},
@@ -8545,8 +8714,8 @@ static bool check_options(Cli *cli, int texts) {
     if (measures && texts)
         return fail(&cli->e, "--bench takes P,N, --info nothing: no PROMPT goes with these");
     if (cli->verbose && !cli->info) return fail(&cli->e, "-v is for --info");
-    if (cli->gpu && !find_str(str(cli->gpu), "chain block"))
-        return fail(&cli->e, "--gpu: expected chain or block, not '%s'", cli->gpu);
+    if (cli->gpu && cli->o.gpu_layers < 1 && !find_str(str(cli->gpu), "chain block"))
+        return fail(&cli->e, "--gpu: expected a number of layers, or block, not '%s'", cli->gpu);
     if (cli->think && !find_str(str(cli->think), "on off"))
         return fail(&cli->e, "--think: expected on or off, not '%s'", cli->think);
     if (!uses_template(cli) && (cli->system || cli->think || cli->template_file))
@@ -8578,6 +8747,8 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
         if (source[i]) prompts++;
     if (word[0]) cli->prompt = word[0];
     cli->o.gpu_block = cli->gpu && !strcmp(cli->gpu, "block");
+    bool number = cli->gpu && !cli->gpu[strspn(cli->gpu, "0123456789")];
+    if (number) cli->o.gpu_layers = atoi(cli->gpu);
     if (cli->render && !prompts) cli->file = "-";
     bool other = uses_template(cli) || cli->tokenize || cli->embed || cli->logits ||
                  cli->bench.id || cli->info;
@@ -9069,10 +9240,11 @@ static bool on_chunk(void *ctx, int reused, int done, int n) {
     else if (begins) cli->n_reused += reused;
     if (!cli->began) cli->n_prompts = cli->progress.before + done;
     char text[80] = "";
-    if (!ends) snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
-                        (done - reused) / (now() - cli->progress.start));
     bool shown = cli->progress.shown;
     cli->progress.shown = !ends && !begins && isatty(STDERR_FILENO);
+    if (cli->progress.shown)
+        snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
+                 (done - reused) / (now() - cli->progress.start));
     if (shown || cli->progress.shown) show_progress(text);
     return !interrupted;
 }
@@ -9113,8 +9285,10 @@ static void print_statistics(const Cli *cli) {
     if (cli->n_passes)   // the first token came from the prompt's pass
         fprintf(stderr, " %.1f tok/s %.1f GB/s", cli->n_decoded / seconds,
                 cli->n_passes / seconds * token_bytes(s, (int)s->history.n) * 1e-9);
-    fprintf(stderr, ", peak %.0f MB, seed %llu, %s\n", usage.ru_maxrss / (double)RSS_PER_MB,
+    fprintf(stderr, ", peak %.0f MB, seed %llu, %s", usage.ru_maxrss / (double)RSS_PER_MB,
             (unsigned long long)cli->o.sampling.seed, s->gpu ? GPU_NAME : "cpu");
+    int layers = gpu_layers(s), all = s->m->config.n_layer;
+    fprintf(stderr, layers && layers < all ? " %d/%d\n" : "\n", layers, all);
 }
 
 // Does a key say something that the engine must know? Keys of RoPE, attention, experts and sampling
@@ -9462,7 +9636,9 @@ static bool print_info(Cli *cli) {
                nextn / 1048576, (int)m->layers[c->n_layer].output.rows);
     printf("memory: weights %.1f MB mapped, KV cache %.1f MB for a window of %d, scratch %.1f MB\n",
            weights / 1048576, s->kv.size / 1048576.0, s->o.window, s->scratch.size / 1048576.0);
-    if (s->gpu) printf("on the GPU: %.1f MB, chunks of %d\n", gpu_bytes(s) / 1048576, s->o.chunk);
+    if (s->gpu)
+        printf("on the GPU: %d of %d layers, %.1f MB, chunks of %d\n", gpu_layers(s), c->n_layer,
+               gpu_bytes(s) / 1048576, s->o.chunk);
     for (int i = 0; i < RUNS; i++) rate = fmax(rate, read_rate(cli));
     printf("speed: a token reads %.1f MB; ", moved / 1048576);
     if (s->gpu) printf("the GPU copies");

@@ -36,7 +36,7 @@ enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10, SOFT_CORES 
 enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10, SOFT_CORES = 0, SOFT_ROOM = 0 };
 #endif
 enum { MAX_PIPELINES = 512, MAX_BOUND = 16, EARLY_LAYERS = 4, SPLIT_LAYERS = 8, MAX_SPLITS = 32,
-       LONG_LAUNCH = 64 << 10, OWN_COLS = 16384 };
+       LONG_LAUNCH = 64 << 10, OWN_COLS = 16384, SPARE_BYTES = 512 << 20 };
 // memory of the host, and what stands for it on the device: a buffer (Apple), a copy (NVIDIA)
 typedef struct { char *base; size_t size; void *buffer; } Shared;
 
@@ -65,7 +65,7 @@ typedef struct Gpu {
     int own_cols;               // more columns of a few tokens' inputs are packed by ring_inputs
     Pool *pool;                 // the session's, for the compiler
     Map own;                    // memory for what follows
-    int32_t *ids, *now;         // [chunk] tokens; [NOW_COUNTS + FEW * n_head], see kernels.metal
+    int32_t *now, *ids;         // [NOW_COUNTS + FEW * n_head], see kernels.metal; [chunk] tokens
     uint16_t *halves;           // [rows][half_step of an input], which gemm reads
     float *powers;              // [rows] see halve
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate also takes their results
@@ -74,8 +74,8 @@ typedef struct Gpu {
     float *inputs;              // [chunk][n_layer][per_layer]
     float *packed;              // what ring_inputs makes of the inputs of a few tokens
     float *parts;               // [FEW][n_head][slices][vd + 2] of a long ring, see Spread
-    float *best;                // [ids / BEST_IDS][3] of a nextn block's logits, see best_ids
     int sure;                   // tokens of the last pass before its guesses
+    int first;                  // the first layer whose FFN it runs; the CPU runs those before
     bool dry;                   // what is encoded will not run
     char why[300];              // what went wrong first, or empty
 } Gpu;
@@ -225,7 +225,6 @@ static bool device_open(Gpu *g) {
               cuda(g, cuDeviceGetAttribute, &g->room, CORE_SHARED, 0) &&   // of a threadgroup
               cuda(g, nvrtcVersion, &version, &error);
     d->early = ok && major > 8 && version > 11;   // older compilers lack bulk copies
-    if (!d->early) g->room = 0;
     if (ok) snprintf(d->arch, sizeof d->arch, "-arch=sm_%d%d", major, minor);
     return ok;
 }
@@ -289,24 +288,25 @@ static char *device_address(const Gpu *g, const void *p) {
 // 512 threads, of flash_attention 2 or 3 threadgroups, so that some compute while others wait; of
 // gemv_ring 2 threadgroups if it has one team and LANE_GROUPS is 1, of attention that MERGES 2
 // unless heads are wide, so that the next launch fits.
-static void cuda_source(const Variant *p, char *s) {
+static void cuda_source(const Variant *p, bool early, char *s) {
     const int *constant = p->d.constant;
     bool ring = constant[C_LANE_GROUPS];
     bool waits = ring || !strcmp(p->d.kernel, "attention");   // themselves, later
 #define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, constant[C_##name]);
     FUNCTION_CONSTANTS(X)
 #undef X
-    int fit = (gemv_rows(constant[C_FORMAT_0], GEMV_ROWS, 0) > 2 ? 512 : 768) / p->threads;
+    int fit = (gemv_rows(constant[C_FORMAT_0], GEMV_ROWS, 0, false) > 2 ? 512 : 768) / p->threads;
     if (constant[C_TOKENS] > 1) fit = 384 / p->threads;
     if (ring) fit = constant[C_LANE_GROUPS] == 1 && constant[C_TEAMS] == 1 ? 2 : 1;
     else if (constant[C_TILE_ROWS]) fit = 512 / p->threads;
     else if (constant[C_BUFFERS]) fit = constant[C_HEAD_DIM] > 128 ? 2 : 3;
     else if (constant[C_MERGES] && constant[C_HEAD_DIM] <= NARROW_MAX) fit = 2;
     else if (!constant[C_UNIT_ROWS] || !fit) fit = 1;
-    s += sprintf(s, "#include \"kernels.metal\"\n"
+    s += sprintf(s, "#define EARLY %d\n#include \"kernels.metal\"\n"
                  "extern \"C\" __global__ void __launch_bounds__(%zu, %d)\n"
                  "run_%s(const __grid_constant__ Bound x) {\n    next_may_start();\n%s    %s(",
-                 p->threads, fit, p->d.kernel, waits ? "" : "    input_wait();\n", p->d.kernel);
+                 early, p->threads, fit, p->d.kernel, waits ? "" : "    input_wait();\n",
+                 p->d.kernel);
     for (int i = 0; i < p->d.n; i++) s += sprintf(s, "x.buffer[%d], ", i);
     sprintf(s, "Any{(void *)x.bytes}, (float *)shared_bytes, blockIdx.x, threadIdx.x,\n"
             "        blockDim.x / 32, threadIdx.x / 32, threadIdx.x %% 32);\n}\n");   // PLACE
@@ -365,7 +365,7 @@ static void cuda_compile(Task t) {   // variant number t.i, if it is not loaded
     char source[4000], path[512];
     void *program;
     if (g->pipeline[t.i].state) return;
-    cuda_source(&g->pipeline[t.i], source);
+    cuda_source(&g->pipeline[t.i], d->early, source);
     bool keeps = cuda_path(g, source, path, sizeof path);
     if (keeps && !c->kept) *c = cuda_cached(path);
     if (c->bytes || d->nvrtcCreateProgram(&program, source, "pipeline", 3, texts, names)) return;
@@ -992,10 +992,10 @@ static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int per
 }
 
 // Into which pieces are rows cut, and how far do those of a slot lie apart?
-static void cut_rows(const Products *p, struct product_args *a, int lane_groups) {
+static void cut_rows(const Products *p, struct product_args *a, int lane_groups, int piece) {
     a->piece_cols = a->stride = 0;
     for (int i = 0; i < p->k; i++) {
-        int cols = ring_cols(a->cols, a->w[i].row_bytes, lane_groups);
+        int cols = ring_cols(a->cols, a->w[i].row_bytes, lane_groups, piece);
         a->piece_cols = larger(a->piece_cols, smaller(cols, a->cols));
     }
     for (int i = 0; i < p->k; i++) {
@@ -1025,6 +1025,7 @@ static void pack_inputs(Gpu *g, Dispatch *d, struct product_args a, int lane_gro
 //   short                 112 KB of this and the next   1
 //   long, of wide rows    210 KB, and a cache           2
 //   long, of other rows   two threadgroups' 112 KB      1
+// Cores of little memory have smaller pieces, for more slots, and LANE_GROUPS 1.
 // Whether it is long does not depend on tokens: so each gets the bits that it has alone.
 static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
     Gpu *g = s->gpu;
@@ -1037,11 +1038,13 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
         if (i < n_results(p)) rows += (uint64_t)p->w[i]->rows * a->each;
     }
     if (rows * FEW * 2 * g->cores >> 32) return 0;   // they are multiplied by threadgroups
-    bool longer = bytes / g->cores > g->many;
-    int lane_groups = longer && a->cols >= ring_turn(2) && a->cols % 64 == 0 ? 2 : 1;
-    int room = lane_groups > 1 ? smaller(210 << 10, g->room) : smaller(112 << 10, g->room / 2);
-    cut_rows(p, a, lane_groups);
+    bool longer = bytes / g->cores > g->many, small = g->room < 128 << 10;
+    bool wide = longer && !small && a->cols >= ring_turn(2) && a->cols % 64 == 0;
+    int lane_groups = wide ? 2 : 1;
+    int room = wide ? smaller(210 << 10, g->room) : smaller(112 << 10, (g->room - 1024) / 2);
+    cut_rows(p, a, lane_groups, small ? RING_PIECE / 2 : RING_PIECE);
     plan_ring(g, a, 1, per_token, lane_groups, room);
+    if (!a->few) plan_ring(g, a, 1, per_token, lane_groups, room = g->room);
     if (!a->few) return 0;   // nor do several take it then
     RingPlan plan = plan_ring(g, a, p->n, per_token, lane_groups, room);
     assert(!d->constant[C_NORMED] || a->inputs <= FEW);   // squares has room for these
@@ -1065,31 +1068,35 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
 }
 
 // gemv for some of the first of p.n tokens, whose number it returns: for all of a chunk that meet a
-// router, for all heads; for a few if all matrices are floats
+// router, for all heads; for a few of others, but for one that meets experts
 static int run_units(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
-    bool heads = p->experts == EXPERTS_HEADS, gather = p->experts == EXPERTS_GATHER;
-    bool meet = !p->experts && p->n <= FEW;
-    for (int i = 0; i < p->k; i++) meet &= is_float(p->w[i]);
-    int n = heads || p->n > FEW ? p->n : 1, all = 0;
-    int inputs = gather ? n : n * a->each;
-    bool staged = inputs == 1 && !is_float(p->w[0]) && p->w[0]->cols <= STAGED_COLS;
-    int nsg = staged ? STAGED_SIMDGROUPS : GEMV_SIMDGROUPS;
-    a->few = meet ? p->n : 1;
+    bool heads = p->experts == EXPERTS_HEADS, floats = true;
+    for (int i = 0; i < p->k; i++) floats &= is_float(p->w[i]);
+    int n = heads || p->n > FEW ? p->n : 1, nsg = floats ? GEMV_SIMDGROUPS : STAGED_SIMDGROUPS;
+    int all = 0;
+    a->few = p->experts || p->n > FEW ? 1 : floats ? p->n : smaller(p->n, STAGED_TOKENS);
     a->outputs = n * a->each;
     for (int i = 0; i < p->k; i++) all += p->w[i]->rows * (heads ? a->each : a->outputs);
+    int most = gemv_most(all), tokens = tokens_for(a->few);
     for (int i = 0; i < n_results(p); i++)
-        a->units += gemv_units(p->w[i]->type, p->w[i]->rows, gemv_most(all), tokens_for(a->few));
-    d->groups = div_up(a->units * a->outputs, nsg);
+        a->units += gemv_groups(p->w[i]->type, p->w[i]->rows, most, tokens,
+                                p->e.kind == EPILOGUE_GLU, nsg);
+    d->groups = a->units * a->outputs;
     d->threads = nsg * SIMD_LANES;
-    d->shared = staged ? staged_floats(p->w[0]->cols) : nsg * X_FLOATS;
-    d->constant[C_STAGED] = staged;
-    d->constant[C_TOKENS] = tokens_for(a->few);
-    d->constant[C_UNIT_ROWS] = gemv_most(all);
+    d->shared = floats ? 0 : staged_floats(p->w[0]->cols, tokens);
+    d->constant[C_TOKENS] = tokens;
+    d->constant[C_UNIT_ROWS] = most;
     gpu_dispatch(s->gpu, d, a, sizeof *a);
     return n * a->few;   // one of them is 1
 }
 
 static void run_gemv(Session *s, Products p) {   // for up to FEW tokens, or n of a router
+    for (int i = 1; i < p.k && p.e.kind != EPILOGUE_GLU; i++)   // floats and blocks apart
+        if (is_float(p.w[i]) != is_float(p.w[0])) {
+            Products more = p;
+            more.w += i, more.y += i, more.k -= p.k = i;
+            run_gemv(s, more);
+        }
     const int32_t *chosen = s->chosen;
     float *y[3];
     memcpy(y, p.y, n_results(&p) * sizeof *y);
@@ -1559,6 +1566,16 @@ static void run_residual(Session *s, const Layer *l, Residual r, int n) {
     if (again) run_norm(s, to, &l->attn_norm_2, c->norm, c->dim, r.y, n, STORE);
 }
 
+// The FFN of one of the first layers, on the CPU: the stream goes there and back.
+static void run_ffn_apart(Session *s, int n) {
+    size_t bytes = (size_t)n * s->m->config.dim * sizeof *s->x;
+    if (s->gpu->dry) return;
+    device_fetch(s->gpu, s->x, bytes);
+    s->n = n;
+    forward_ffn(s);
+    device_send(s->gpu, s->x, bytes);
+}
+
 // One layer, as in forward. If attention and FFN stand side by side, both read s->x, so x plus
 // attention's result waits in s->out; so it does if a recurrent mixer stands beside attention.
 static void run_layer(Session *s, const Layer *w, int n) {
@@ -1578,7 +1595,7 @@ static void run_layer(Session *s, const Layer *w, int n) {
         else run_products(s, qkv, w->k.rows ? 3 : 1, in, to, n, clamped);
         if (!latent) run_attention(s, w, n);
         if (!latent && w->attn_gate.data) run_gates(s, w, in, s->att, w->vd, n);
-        if (is_few(s, n) && run_block(s, w, n)) return;
+        if (is_few(s, n) && s->l >= s->gpu->first && run_block(s, w, n)) return;
         run_residual(s, w, (Residual){.w = &w->o, .in = latent ? s->mix : s->att, .post = post,
                                       .base = s->x, .tmp = s->out, .y = both ? s->out : sum}, n);
         if (both) base = s->out;
@@ -1589,12 +1606,15 @@ static void run_layer(Session *s, const Layer *w, int n) {
                                       .base = base, .tmp = both ? s->normed : s->out, .y = sum}, n);
     }
     if (!w->up.data) return;
-    if ((w->n_kv || w->mixer) && (!w->side_by_side || w->ffn_norm.w))
-        in = run_input(s, s->x, &w->ffn_norm, s->normed, n);
-    if (moe) run_choice(s, w, in, n);
-    else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE, w->limit_ffn);
-    run_residual(s, w, (Residual){.w = moe ? NULL : &w->down, .in = s->up, .base = sum,
-                                  .post = &w->ffn_post_norm, .tmp = s->normed, .y = s->x}, n);
+    if (s->l < s->gpu->first) run_ffn_apart(s, n);
+    else {
+        if ((w->n_kv || w->mixer) && (!w->side_by_side || w->ffn_norm.w))
+            in = run_input(s, s->x, &w->ffn_norm, s->normed, n);
+        if (moe) run_choice(s, w, in, n);
+        else run_ffn(s, &w->gate, &w->up, in, s->gate, s->up, n, EXPERTS_NONE, w->limit_ffn);
+        run_residual(s, w, (Residual){.w = moe ? NULL : &w->down, .in = s->up, .base = sum,
+                                      .post = &w->ffn_post_norm, .tmp = s->normed, .y = s->x}, n);
+    }
     if (!w->input_gate.data) return;
     run_product(s, &w->input_gate, (Input){s->x, NULL}, s->gate, n, STORE);
     run_inputs(s, n);
@@ -1602,13 +1622,19 @@ static void run_layer(Session *s, const Layer *w, int n) {
                                   .base = s->x, .tmp = s->out, .y = s->x}, n);
 }
 
-// s->logits[n][n_vocab] for n rows of x from `first` on
+static void run_best(Session *s, int n, int rows) {   // of rows of n logits, see Best
+    struct best_args a = {n, rows};
+    run_kernel(s, a, "best_ids", {s->logits, s->best}, 2, UNITS(rows * best_parts(n)), 0, {0});
+}
+
+// s->logits[n][n_vocab] for n rows of x from `first` on; of a few, which are sampled, also s->best
 static void run_output(Session *s, int first, int n) {
     const Config *c = &s->m->config;
     size_t at = (size_t)first * c->dim;
     Input in = run_input(s, s->x + at, &s->m->out_norm, s->normed + at, n);
     run_product(s, &s->m->output, in, s->logits, n,
                 (Epilogue){.factor = c->logit_scale, .softcap = c->logit_cap});
+    if (n <= FEW) run_best(s, c->n_vocab, n);
 }
 
 // keeps norm(x), or x itself, as states of n positions from the `first` of this pass on
@@ -1624,7 +1650,6 @@ static void run_nextn(Session *s, int l, int n) {
     const Matrix *embd[3] = {&w->embd};
     float *x = s->x + (size_t)(n - 1) * c->dim, *h = s->normed;   // of the last token
     int kind = c->nextn_layer_norm ? NORM_LAYER : c->norm;
-    struct best_args a = {w->output.rows};
     Epilogue pair = {.factor = 1, .step = 2 * c->dim}, scaled = {.factor = c->logit_scale};
     run_embed(s, embd, 1, s->x, n);
     run_norm(s, s->x, &w->embd_norm, c->norm, c->dim, s->normed, n, pair);
@@ -1637,8 +1662,7 @@ static void run_nextn(Session *s, int l, int n) {
     run_product(s, &w->output, (Input){h, NULL}, s->logits, 1, scaled);
     // a whole chunk ends where the state before it stands, which blocks that run later still read
     if (l == c->n_layer || n < s->o.chunk) run_states(s, c->nextn_raw ? x : h, NULL, n - 1, 1);
-    run_kernel(s, a, "best_ids", {s->logits, s->gpu->best}, 2, UNITS(div_up(a.n, BEST_IDS)), 0,
-               {0});
+    run_best(s, w->output.rows, 1);
 }
 
 // Sends what a pass of n tokens reads besides weights and caches. The rows of caches `from` to
@@ -1648,6 +1672,7 @@ static uint64_t send_tokens(Session *s, const int32_t *ids, int n, int pos, int 
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
     uint64_t key = from;
+    bool windowed = false;
     s->pos = pos;
     g->now[NOW_POS] = pos;
     g->now[NOW_PLACED] = ids != NULL;
@@ -1656,25 +1681,25 @@ static uint64_t send_tokens(Session *s, const int32_t *ids, int n, int pos, int 
     for (int i = 0; i < n; i++) g->ids[i] = ids ? ids[i] : 0;
     for (int l = from; l < end; l++) {
         Cache *kv = &s->cache[l];
+        windowed |= s->m->layers[l].window > 0;
         if (!kv->rows) continue;
         Spread x = attention_spread(&s->m->layers[l], smaller(pos + n, kv->rows), true);
         key = (key ^ (x.slices << 8 | x.heads)) * 0x100000001b3;
         for (int i = 0; ids && i < n; i++) kv->pos[cache_row(kv, pos + i)] = pos + i;
     }
     each_row(s, angles_row, NULL, n);
-    device_send(g, g->now, NOW_COUNTS * sizeof *g->now);
-    device_send(g, g->ids, n * sizeof *g->ids);
+    device_send(g, g->now, (char *)(g->ids + n) - (char *)g->now);   // its counts are 0
     device_send(g, s->angles[FULL], (size_t)n * c->n_rot[FULL] * sizeof(float));
-    device_send(g, s->angles[WINDOWED], (size_t)n * c->n_rot[WINDOWED] * sizeof(float));
+    if (windowed)
+        device_send(g, s->angles[WINDOWED], (size_t)n * c->n_rot[WINDOWED] * sizeof(float));
     return key;
 }
 
-// embedding and all layers
-static void run_layers(Session *s, int n) {
+// embedding, and the layers' own inputs
+static void run_embeddings(Session *s, int n) {
     const Model *m = s->m;
     const Config *c = &m->config;
     const Matrix *embd[3] = {&m->embd, &m->pos_embd, &m->type_embd}, *layers[3] = {&m->layer_embd};
-    int split = c->n_layer / MAX_SPLITS + SPLIT_LAYERS;
     run_embed(s, embd, c->embd_scale, s->x, n);
     if (c->per_layer) {   // see layer_inputs_row
         run_embed(s, layers, sqrtf(c->per_layer / 2.0f), s->inputs, n);
@@ -1686,24 +1711,38 @@ static void run_layers(Session *s, int n) {
     }
     if (c->embd_normed || m->embd_norm.w)
         run_norm(s, s->x, &m->embd_norm, c->norm, c->dim, s->x, n, STORE);
-    for (s->l = 0; s->l < c->n_layer; s->l++) {
+}
+
+// layers `from` to end-1
+static void run_layers(Session *s, int from, int end, int n) {
+    const Model *m = s->m;
+    const Config *c = &m->config;
+    int split = c->n_layer / MAX_SPLITS + SPLIT_LAYERS;
+    if (!from) run_embeddings(s, n);
+    for (s->l = from; s->l < end; s->l++) {
         const Layer *w = &m->layers[s->l];
         run_layer(s, w, n);
-        if (w->last_norm.w) run_norm(s, s->x, &w->last_norm, c->norm, c->dim, s->x, n, STORE);
+        if (w->last_norm.w && s->l >= s->gpu->first)   // else it is done
+            run_norm(s, s->x, &w->last_norm, c->norm, c->dim, s->x, n, STORE);
         // Apple's GPU begins on these layers while the next are encoded
         int done = s->l + 1;
         if (n > 1 ? done % split == 0 : done == EARLY_LAYERS) device_begin(s->gpu);
     }
-    if (s->n_cache > c->n_layer) run_states(s, s->x, c->nextn_raw ? NULL : &m->out_norm, 0, n);
+    if (end == c->n_layer && s->n_cache > end)
+        run_states(s, s->x, c->nextn_raw ? NULL : &m->out_norm, 0, n);
 }
 
-// The end of a pass: fetches its logits, and returns whether the GPU has done its work. If not, the
-// GPU is closed, and the CPU may be unable to go on from what it has done, which lies in the GPU's
-// memory, or has changed a recurrent state half-way. Then the CPU evaluates the history again.
+// The end of a pass: fetches its logits, and the best of them, which lie before them. Returns
+// whether the GPU has done its work. If not, it is closed, and the CPU may be unable to go on from
+// what it has done, which lies in the GPU's memory, or has changed a recurrent state half-way. Then
+// the CPU evaluates the history again.
 static bool gpu_finish(Session *s, int rows) {
     int pos = s->pos, end = s->history.n, guesses = s->guesses;
-    device_fetch(s->gpu, s->logits, (size_t)rows * s->m->config.n_vocab * sizeof *s->logits);
+    size_t known = rows <= FEW ? rows : 0, n_vocab = s->m->config.n_vocab;
+    Best *from = s->best + (FEW + 1 - known) * best_parts(n_vocab);
+    device_fetch(s->gpu, from, rows ? (char *)(s->logits + rows * n_vocab) - (char *)from : 0);
     bool ok = device_wait(s->gpu);
+    s->n_best = ok ? known : 0;
     if (!ok) gpu_close(s);
     if (ok || (!DEVICE_COPIES && !s->n_recurrent)) return ok;
     session_truncate(s, 0);
@@ -1719,18 +1758,19 @@ static bool gpu_finish(Session *s, int rows) {
     return false;
 }
 
-static int best_parts(const Model *m, int l) { return div_up(m->layers[l].output.rows, BEST_IDS); }
-
+// The layers whose FFNs run on the CPU cannot be recorded.
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
-    int rows = smaller(n - first, LOGIT_ROWS);
+    const Config *c = &s->m->config;
+    int rows = smaller(n - first, LOGIT_ROWS), from = s->gpu ? s->gpu->first : 0;
     if (!s->gpu) return false;
     device_begin(s->gpu);
-    for (s->l = 0; pos > s->seen && s->l < s->m->config.n_layer; s->l++)
+    for (s->l = 0; pos > s->seen && s->l < c->n_layer; s->l++)
         if (s->cache[s->l].state) run_rule(s, &s->m->layers[s->l], pos - s->seen, s->gpu->sure);
-    uint64_t key = send_tokens(s, ids, n, pos, 0, s->m->config.n_layer);
+    uint64_t key = send_tokens(s, ids, n, pos, 0, c->n_layer);
+    if (from) run_layers(s, 0, from, n);
     s->gpu->sure = n - s->guesses;
     if (!device_again(s->gpu, is_few(s, n) ? n : 0, key + rows)) {
-        run_layers(s, n);
+        run_layers(s, from, c->n_layer, n);
         if (rows > 0) run_output(s, first, rows);
     }
     return gpu_finish(s, rows);
@@ -1747,23 +1787,26 @@ static bool gpu_logits(Session *s, int first, int n) {
 static bool gpu_nextn(Session *s, int block, const int32_t *ids, int n, int pos) {
     Gpu *g = s->gpu;
     int l = s->m->config.n_layer + block, few = is_few(s, n) ? FEW + n : 0;
+    size_t parts = best_parts(s->m->layers[l].output.rows);
     if (!g) return false;
     device_begin(g);
     if (!device_again(g, few, send_tokens(s, ids, n, pos, l, l + 1))) run_nextn(s, l, n);
     s->l = l;
-    device_fetch(g, g->best, best_parts(s->m, l) * 3 * sizeof *g->best);
-    if (!device_wait(g)) g->best[2] = NAN;
+    s->n_best = 0;
+    device_fetch(g, s->best + FEW * parts, parts * sizeof *s->best);
+    if (!device_wait(g)) s->best[FEW * parts].sum = NAN;
     return true;
 }
 
 static bool gpu_best(const Session *s, int32_t *id, double *chance) {
     double sum = 0;
     if (!s->gpu) return false;
-    const float *p = s->gpu->best, *end = p + 3 * best_parts(s->m, s->l), *best = p;
-    for (const float *q = p; q < end; q += 3)
-        if (*q > *best) best = q;
-    for (; p < end; p += 3) sum += p[2] * exp(p[0] - best[0]);
-    *id = best[1];
+    size_t parts = best_parts(s->m->layers[s->l].output.rows);
+    const Best *p = s->best + FEW * parts, *end = p + parts, *best = p;
+    for (const Best *q = p; q < end; q++)
+        if (q->logit > best->logit) best = q;
+    for (; p < end; p++) sum += p->sum * exp(p->logit - best->logit);
+    *id = best->id;
     *chance /= sum;
     return true;
 }
@@ -1836,13 +1879,11 @@ static void plan_gpu(Session *s, Arena *a) {
         if (w->k_b.data)   // both kinds of rows that each head has
             wide = larger(wide, w->n_head * half_step(larger(w->k_b.cols, w->v_b.cols)));
     }
-    g->ids = arena_take(a, n, sizeof *g->ids);
     if (g->room)
         g->packed = arena_take(a, FEW * RING_WORKERS + ring_input(wide, 2, FEW), sizeof *g->packed);
     g->now = arena_take(a, NOW_COUNTS + FEW * heads, sizeof *g->now);
+    g->ids = arena_take(a, n, sizeof *g->ids);   // behind now, see send_tokens
     g->parts = arena_take(a, parts, sizeof *g->parts);
-    if (s->n_cache > c->n_layer)
-        g->best = arena_take(a, 3 * div_up(c->n_vocab, BEST_IDS), sizeof *g->best);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
     wide = larger(n * wide, choices * half_step(c->inputs_weighed ? larger(ff, out) : ff));
     g->halves = arena_take(a, wide, sizeof *g->halves);
@@ -1873,14 +1914,42 @@ static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
     return true;
 }
 
+// Does the GPU read a tensor, if it runs FFNs from layer g->first on? A file's layers may run
+// several times, the last time as the model's last layers.
+static bool gpu_reads(const Session *s, const Tensor *t) {
+    const Config *c = &s->m->config;
+    int repeated = c->n_layer - c->n_layer / c->n_loops;
+    Str rest = t->name;
+    if (t->ne[1] < 2 || !str_cut(&rest, "blk.")) return true;
+    bool ffn = memmem(rest.s, rest.n, ".ffn_", 5) != NULL;
+    return !ffn || atoi(rest.s) + repeated >= s->gpu->first;
+}
+
+// Shares whole files or, with a GPU that has copies, the stretches of tensors that it reads.
+static bool share_weights(Session *s) {
+    const Gguf *file = s->m->gguf;
+    bool ok = true;
+    Map part = {0};
+    for (size_t i = 0; ok && !DEVICE_COPIES && i < file->n_maps; i++)
+        ok = share_map(s->gpu, file, &file->maps[i]);
+    for (size_t i = 0; ok && DEVICE_COPIES && i < file->n_tensors; i++) {
+        const Tensor *t = &file->tensors[i];
+        uint8_t *p = (uint8_t *)t->data, *end = part.base + part.size;
+        if (!gpu_reads(s, t)) continue;
+        bool next = p >= end && p < end + 4096;   // but for padding
+        if (!next) ok = !part.base || gpu_share(s->gpu, part, true);
+        if (!next) part.base = p;
+        part.size = p - part.base + (size_t)tensor_bytes(t);
+    }
+    return ok && (!part.base || gpu_share(s->gpu, part, true));
+}
+
 // Shares all that kernels access: g->own, the files, weights that were changed, cache and scratch.
 static bool share_all(Session *s) {
     Gpu *g = s->gpu;
     const Model *m = s->m;
     bool ok = place_plan(s, plan_gpu, &g->own, "scratch", &(Error){{0}}) &&
-              gpu_share(g, g->own, false);
-    for (size_t i = 0; ok && i < m->gguf->n_maps; i++)
-        ok = share_map(g, m->gguf, &m->gguf->maps[i]);
+              gpu_share(g, g->own, false) && share_weights(s);
     for (size_t i = 0; ok && i < m->n_owned; i++) ok = gpu_share(g, m->owned[i], true);
     ok = ok && gpu_share(g, s->kv, false) && gpu_share(g, s->scratch, false);
     return ok || gpu_fail(g, "it cannot take this much memory", NULL);
@@ -1899,7 +1968,7 @@ static void warm_up(Session *s) {
         s->gpu->dry = i < last;
         device_begin(s->gpu);
         send_tokens(s, NULL, rows, i == last - 1 ? full : 0, 0, s->n_cache);
-        run_layers(s, rows);
+        run_layers(s, 0, s->m->config.n_layer, rows);
         run_output(s, 0, rows < LOGIT_ROWS ? rows : LOGIT_ROWS);
         for (int l = s->m->config.n_layer; l < s->n_cache; l++) run_nextn(s, l, rows);
         gpu_finish(s, 0);
@@ -1914,14 +1983,15 @@ static UNUSED double gpu_bytes(const Session *s) {   // of what the GPU sees, or
     return bytes;
 }
 
-// Bytes a second that copies inside the GPU's memory read and write; 0: there is no GPU. p [n],
-// whole pages, is shared for that when it first comes.
+// Bytes a second that copies inside the GPU's memory read and write; 0: there is no GPU, or no
+// room. p [n], whole pages, is shared for that when it first comes.
 static UNUSED double gpu_rate(Session *s, void *p, size_t n) {
     enum { COPIES = 8 };
     Gpu *g = s->gpu;
-    if (!g) return 0;
+    bool shared = g && g->shared[g->n_shared - 1].base == p;
+    if (!g || (!shared && device_room(g) < n)) return 0;
     device_begin(g);
-    if (g->shared[g->n_shared - 1].base != p && !gpu_share(g, (Map){p, n}, false))
+    if (!shared && !gpu_share(g, (Map){p, n}, false))
         gpu_fail(g, "it cannot take this much memory", NULL);
     double start = now();
     for (int i = 0; !g->why[0] && i < COPIES; i++) device_copy(g, (char *)p + n / 2, p, n / 2);
@@ -1930,11 +2000,34 @@ static UNUSED double gpu_rate(Session *s, void *p, size_t n) {
     return 0;
 }
 
+static UNUSED int gpu_layers(const Session *s) {   // that the GPU runs
+    return s->gpu ? s->m->config.n_layer - s->gpu->first : 0;
+}
+
+// Bytes of memory that the GPU needs for FFNs from layer `first` on and chunks of n tokens, with
+// some to spare if the CPU runs a part. Infinite if an FFN reads the stream before attention.
+static double gpu_need(Session *s, int first, int n) {
+    void (*const plans[])(Session *, Arena *) = {plan_caches, plan_scratch, plan_gpu};
+    double need = first ? SPARE_BYTES : 0;
+    s->gpu->first = first;
+    s->o.chunk = n;
+    for (size_t i = 0; i < COUNT(plans); i++) {
+        Arena a = {0};
+        plans[i](s, &a);
+        need += a.peak;
+    }
+    for (int l = 0; l < first; l++)
+        if (s->m->layers[l].side_by_side || s->m->config.routed_first) return INFINITY;
+    for (size_t i = 0; i < s->m->gguf->n_tensors; i++)
+        if (gpu_reads(s, &s->m->gguf->tensors[i])) need += tensor_bytes(&s->m->gguf->tensors[i]);
+    return need;
+}
+
 // The default is GPU_CHUNK, halved until all fits into the GPU's memory, but not below 512: the
-// larger, the fewer times weights are read and launches begin.
+// larger, the fewer times weights are read and launches begin. If even that does not fit, as many
+// of the last layers' FFNs run on the GPU as do.
 static int gpu_chunk(Session *s) {
     const char *lacks = gpu_lacks(s->m, 0, s->m->config.n_layer);
-    void (*const plans[])(Session *, Arena *) = {plan_caches, plan_scratch, plan_gpu};
     Gpu *g = s->gpu = calloc(1, sizeof *g);
     if (!g) return 0;
     *g = (Gpu){.pool = s->pool, .many = LONG_LAUNCH, .own_cols = OWN_COLS};
@@ -1942,27 +2035,26 @@ static int gpu_chunk(Session *s) {
     if (ok && lacks) ok = gpu_fail(g, "the GPU path does not know this model's", lacks);
     if (!ok) return gpu_close(s), 0;
     if (gpu_lacks(s->m, s->m->config.n_layer, s->n_cache)) s->n_cache = s->m->config.n_layer;
-    int chunk = GPU_CHUNK, own = s->o.chunk;
-    for (double need = 0; chunk > 512; chunk /= 2, need = 0) {
-        s->o.chunk = chunk;
-        for (size_t i = 0; i < s->m->gguf->n_maps; i++) need += s->m->gguf->maps[i].size;
-        for (size_t i = 0; i < COUNT(plans); i++) {
-            Arena a = {0};
-            plans[i](s, &a);
-            need += a.peak;
-        }
-        if (need < device_room(g)) break;
-    }
+    int chunk = GPU_CHUNK, own = s->o.chunk, all = s->m->config.n_layer, most = s->o.gpu_layers;
+    int k = most && most < all ? all - most : 0;
+    double room = DEVICE_COPIES ? device_room(g) : DBL_MAX;   // Apple's memory is the host's
+    while (chunk > 512 && gpu_need(s, k, chunk) >= room) chunk /= 2;
+    while (k <= all && gpu_need(s, k, own ? own : chunk) >= room) k++;
     s->o.chunk = own;
-    return chunk;
+    if (k <= all) return chunk;
+    gpu_fail(g, "the GPU has too little memory", "not even a layer fits");
+    return gpu_close(s), 0;
 }
 
 static void gpu_open(Session *s) {
     if (!share_all(s)) return gpu_close(s);
     device_send(s->gpu, s->slopes, s->m->config.n_head * sizeof *s->slopes);
     device_keep(s->gpu);
-    device_often(s->gpu, s->logits, (size_t)LOGIT_ROWS * s->m->config.n_vocab * sizeof *s->logits);
-    if (!s->gpu->room || s->o.gpu_block) s->o.draft = 0;   // guesses would cost as much as tokens
+    device_often(s->gpu, s->best, (char *)s->candidates - (char *)s->best);   // and the logits
+    if (s->gpu->first) device_often(s->gpu, s->x, s->o.chunk * s->m->config.dim * sizeof *s->x);
+    if (!s->gpu->room) s->o.draft = smaller(s->o.draft, STAGED_TOKENS - 1);   // of one launch
+    bool each = !s->gpu->room && s->m->config.n_expert;   // gemv reads each token's experts
+    if (each || s->o.gpu_block) s->o.draft = 0;   // guesses would cost as much as tokens
     if (!s->o.draft) s->n_cache = s->m->config.n_layer;
     warm_up(s);
 }

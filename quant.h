@@ -161,7 +161,6 @@ QUANT_INLINE uint64_t quant_pairs(QUANT_DEVICE const uint8_t *p, int i, int g, i
 }
 
 // quant_as_floats: c[4] = the four codes in a word, which are never negative after adding `bias`
-// quant_near: 2 + b / 64 for byte i of a word, b in 0..127
 // quant_from_bits: the float of these bits; quant_f16_to_f32: the exact float of a half
 #if defined(__CUDACC__)
 QUANT_INLINE float quant_from_bits(uint32_t bits) { return __uint_as_float(bits); }
@@ -169,9 +168,6 @@ QUANT_INLINE float quant_from_bits(uint32_t bits) { return __uint_as_float(bits)
 QUANT_INLINE void quant_as_floats(uint32_t v, int bias, float *c) {
     QUANT_UNROLL for (int i = 0; i < 4; i++)
         c[i] = quant_from_bits(__byte_perm(v ^ 0x80808080, 0x4b000000, 0x7440 + i)) - 8388736.0f;
-}
-QUANT_INLINE float quant_near(uint32_t v, int i) {
-    return quant_from_bits(__byte_perm(v, 0x40000000, 0x7044 + 0x100 * i));
 }
 QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
     return __half2float(__ushort_as_half((unsigned short)h));
@@ -217,11 +213,6 @@ QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
 }
 #endif
 #endif
-#endif
-#if !defined(__CUDACC__)
-QUANT_INLINE float quant_near(uint32_t v, int i) {
-    return quant_from_bits(0x40000000 | (v >> 8 * i & 255) << 16);
-}
 #endif
 
 QUANT_INLINE float quant_half(QUANT_DEVICE const uint8_t *p) {
@@ -489,7 +480,8 @@ QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *b
                                 int size) {
     return quant_join(quant_u64(p + block[0] + byte[0]), quant_u64(p + block[1] + byte[1]));
 }
-QUANT_INLINE quant_v quant_pick(quant_v v, quant_v at) {
+// no QUANT_INLINE: gcc would take minutes
+static __attribute__((noinline, unused)) quant_v quant_pick(quant_v v, quant_v at) {
     quant_v to = {0};
     for (int i = 0; i < 16; i++) to[i] = v[at[i]];
     return to;

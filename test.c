@@ -2487,13 +2487,14 @@ static Candidate *five(Candidate c[5]) {   // probabilities .249 .012 .056 .678 
 }
 
 static void test_sampler_stages(void) {
-    static const int32_t last[] = {3, 1, 3, 4, 3, 99, -7};
+    static int32_t last[] = {3, 1, 3, 4, 3, 99, -7};
     Candidate c[5];
     static const float before[] = {2, -1, 0.5f, 3, NAN}, after[] = {2, -2, 0.5f, 1.5f, -INFINITY};
-    float l[5];
-    sample_begin(l, before, 5);
-    sample_penalty(l, before, 5, last, 7, 2);   // 3 / 2 once, -1 * 2; ids that are none do nothing
-    CHECK(!memcmp(l, after, sizeof l), "penalty: %g %g %g %g %g", l[0], l[1], l[2], l[3], l[4]);
+    Draw d = {before, 5, &(Best){3}, {0}, {0}};
+    int kept = sample_candidates(c, &d, 0);
+    sample_penalty(c, 5, before, (Tokens){last, 7, 7}, 2);   // 3 / 2 once, -1 * 2; 99 is no id
+    for (int i = 0; i < 5; i++)
+        CHECK(kept == 5 && c[i].id == i && c[i].logit == after[i], "penalty: %g", c[i].logit);
     sample_temperature(five(c), 5, 0.5f);
     CHECK(c[0].logit == 4 && c[4].logit == -4, "temperature");
     CHECK(sample_top_k(five(c), 5, 3) == 3 && c[1].id == 0 && c[2].id == 2, "top-k: ids 3 0 2");
@@ -2519,42 +2520,59 @@ static void test_sampler_stages(void) {
     CHECK(sample_top_p(many, 300, 0.9f) == 270, "top-p of many");
 }
 
-// candidates: those that are left out are not among the k best, however many are equal
+// candidates: those that are left out are not among the k best, however many are equal, or fall
 static void test_sampler_candidates(void) {
-    enum { N = 3001 };
+    enum { N = 40 * BEST_IDS - 7, LAST = 30, NEVER = 3 };
     static Candidate all[N], some[N];
-    static float l[N];
+    static float l[N + 1], after[N];
+    static Best best[40];
     int most = 0;
     for (int run = 0; run < 40; run++) {
         int n = run % 4 ? N - run : 256 + 60 * run, steps = 1 << (run + 5) % 12;
+        int32_t last[LAST], never[NEVER];
         if (run % 4 == 1) n = 64 * (run + 3) - 1;
-        l[n] = INFINITY;   // no id has it
         for (int i = 0; i < n; i++) {
-            l[i] = run % 5 ? roundf(steps * noise()) : -INFINITY;
-            all[i] = (Candidate){l[i], i};
+            l[i] = run % 5 ? roundf(steps * noise()) : i % 3 ? -INFINITY : NAN;
+            if (run % 10 == 0 && i / 500 % 3 == 0) l[i] = noise();
+            all[i] = (Candidate){isnan(l[i]) ? -INFINITY : l[i], i};
         }
-        if (run % 3 == 0) l[n - 1] = all[n - 1].logit = 1e6f;   // in no column
+        l[n] = INFINITY;   // no id has it
+        if (run % 3 == 0) l[n - 1] = all[n - 1].logit = 1e6f;
+        find_best(best, l, n);
         qsort(all, n, sizeof *all, best_first);
-        for (int k = 0; k < N; k = 2 * k + 1) {
-            for (int i = 0; i < N; i++) some[i] = (Candidate){INFINITY, -1};   // scratch
-            int kept = sample_candidates(some, l, n, k), best = k && k < kept ? k : kept;
-            int least = k && k < n ? k : n;
-            sort_top(some, kept, best);
-            CHECK(kept >= least && !memcmp(some, all, least * sizeof *all),
-                  "%d of %d: %d are candidates", k, n, kept);
-            if (k == 31 && run == 6) most = kept;
+        for (int i = 0; i < LAST; i++) last[i] = run % 2 ? all[i * i % n].id : 7 * i % (n + 9) - 2;
+        for (int i = 0; i < NEVER; i++) never[i] = i ? all[5 * i].id : n;
+        for (int i = 0; i < n; i++) after[i] = isnan(l[i]) ? -INFINITY : l[i];
+        for (int i = 0; i < LAST; i++)
+            if ((uint32_t)last[i] < (uint32_t)n && !isnan(l[last[i]]))
+                after[last[i]] = l[last[i]] * (l[last[i]] > 0 ? 0.5f : 2);
+        for (int i = 1; i < NEVER; i++) after[never[i]] = -INFINITY;
+        for (int fall = 0; fall < 2; fall++) {
+            Draw d = {l, n, best, {last, fall * LAST, 0}, {never, fall * NEVER, 0}};
+            for (int i = 0; i < n && fall; i++) all[i] = (Candidate){after[i], i};
+            qsort(all, n, sizeof *all, best_first);
+            for (int k = 0; k < N; k = 2 * k + 1) {
+                for (int i = 0; i < N; i++) some[i] = (Candidate){INFINITY, -1};   // scratch
+                int kept = sample_candidates(some, &d, k), front = k && k < kept ? k : kept;
+                int least = k && k < n ? k : n;
+                sample_penalty(some, kept, l, d.last, 2);
+                sample_penalty(some, kept, l, d.never, INFINITY);
+                sort_top(some, kept, front);
+                CHECK(kept >= least && !memcmp(some, all, least * sizeof *all),
+                      "%d of %d: %d are candidates", k, n, kept);
+                if (k == 15 && run == 6) most = kept;
+            }
         }
     }
-    CHECK(most < 100, "%d of %d are candidates for 31", most, N);
+    CHECK(most < 100, "%d of %d are candidates for 15", most, N);
 }
 
 static int32_t draw(Sampling o, const float *x, int n, uint64_t *rng) {
-    static const int32_t last[] = {1, 2};
+    static int32_t last[] = {1, 2};
     Candidate c[8];
-    float l[8];
-    sample_begin(l, x, n);
-    sample_penalty(l, x, n, last, 2, o.repeat_penalty);
-    return sample(&o, c, l, n, rng);
+    Best best;
+    find_best(&best, x, n);
+    return sample(&o, c, &(Draw){x, n, &best, {last, 2, 2}, {0}}, rng);
 }
 
 static void test_sampler_choice(void) {
@@ -2622,13 +2640,13 @@ static void test_sampler_session(void) {
         write_model(&w, &(Shape){"llama", 1, "", ""}, path);
         Options o = {.sampling = {.temp = 8, .top_p = 1, .repeat_penalty = 1}};
         Session *s = open_session(open_model(path), o);
-        float penalized[VOCAB + 1] = {[VOCAB] = 5};   // one behind the last
+        Candidate all[VOCAB + 1] = {[VOCAB] = {5, 5}};   // one behind the last
         int said[VOCAB] = {0};
-        s->penalized = penalized;
+        s->candidates = all;
         for (int i = 0; i < 1000; i++) said[session_sample(s, logits)]++;
         bool both = said[0] && said[7], one = said[0] || said[7];
         CHECK(strings ? both : !one, "ids 0 and 7 are said %d and %d times", said[0], said[7]);
-        CHECK(penalized[VOCAB] == 5, "the logit of no id becomes %g", penalized[VOCAB]);
+        CHECK(all[VOCAB].logit == 5, "the logit of no id becomes %g", all[VOCAB].logit);
     }
 }
 
@@ -4031,10 +4049,11 @@ HIDDEN static void emu_wait(mbarrier *b, int parity, int site) {
     }
     TSAN(__tsan_acquire(b);)
 }
-// a copy that is done at once; from and n are multiples of 16, and n bytes are there to read
-static void mbarrier_copy(mbarrier *b, uint8_t *to, const uint8_t *from, int n) {
-    if ((uintptr_t)from % 16 || (uintptr_t)to % 16 || n % 16) emu_fail("mbarrier_copy: alignment");
-    memcpy(to, from, n);
+// a share of a copy, done at once; all are multiples of 16, and the bytes are there to read
+static void mbarrier_copy(mbarrier *b, uint8_t *to, const uint8_t *from, int bytes, int i, int n) {
+    uintptr_t all = (uintptr_t)from | (uintptr_t)to | bytes;
+    if (all % 16 || i < 0 || i >= n) emu_fail("mbarrier_copy: alignment, or share");
+    for (i *= 16; i < bytes; i += 16 * n) memcpy(to + i, from + i, 16);
     mbarrier_arrive(b);
 }
 HIDDEN static void emu_workers(int threads, int site) {   // a barrier of some threads
@@ -4161,6 +4180,7 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 #define simdgroup_barrier(flags) emu_simd_barrier(SITE)
 #define mbarrier_wait(b, parity) emu_wait(b, parity, SITE)
 #define workers_barrier(threads) emu_workers(threads, SITE)
+#define copy_threads(n) (soft.order == FORWARD ? 1 : (n))   // in bulk, or shared
 #define HAS_RING
 #define input_wait() soft_show()
 #define as_other(p) (p)
@@ -4887,7 +4907,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     g->many = way % 2 ? 0 : LONG_LAUNCH;   // in both shapes of gemv_ring
     g->own_cols = way / 2 ? 0 : OWN_COLS;   // with inputs in both forms
     bool twice = RECORDER && SOFT_ROOM && cols == 6144 && n == FEW;   // room for half of them
-    int room = n == 1 ? SHARED_BYTES : twice ? 120 << 10 : SOFT_ROOM;   // the first: few slots
+    int room = twice || (way ^ n) & 2 ? SHARED_BYTES : SOFT_ROOM;   // for few slots, or many
     if (RECORDER) g->room = smaller(SOFT_ROOM, room);
     if (add) lab_late(other, n * rows[0]);
     Epilogue e = {.kind = way, .other = other, .factor = factor, .softcap = add ? cap : 0,
@@ -5374,16 +5394,21 @@ static void kernel_latent(Gpu *g, int unused) {   // its row of the cache, and a
 static void kernel_best(Gpu *g, int unused) {   // of equals the first
     enum { N = 2 * BEST_IDS + 77, BEST = BEST_IDS + 7 };
     Lab x = lab(g);
-    float *logits = lab_floats(g, N, 1);
+    float *logits = lab_floats(g, 2 * N, 1);
+    Best found[3];
     double sum = 0, chance = 1;
     int32_t id = -1;
     x.w.output.rows = N;
     logits[BEST] = logits[BEST + 33] = 2;
     for (int i = 0; i < N; i++) sum += exp(logits[i] - 2);
-    g->best = lab_floats(g, 9, 1);
-    run_kernel(lab_begin(&x), ((struct best_args){N}), "best_ids", {logits, g->best}, 2, UNITS(3),
-               0, {0});
+    x.s.best = (Best *)lab_floats(g, 9 * (FEW + 1), 1);
+    x.s.logits = logits;
+    find_best(found, logits + N, N);
+    lab_begin(&x);
+    run_best(&x.s, N, 2);
     lab_end(&x, "best_ids");
+    for (int i = 0; i < 3; i++)
+        LAB_CHECK(x.s.best[3 * FEW - 3 + i].logit == found[i].logit, "row 1: %g", found[i].logit);
     gpu_best(&x.s, &id, &chance);
     LAB_CHECK(id == BEST && fabs(chance * sum - 1) < 1e-5, "best id %d, %.6f", id, chance * sum);
 }
@@ -5529,6 +5554,18 @@ static Session *open_gpu(const Model *m, Options o) {
     return s;
 }
 
+static void check_best(const Session *s) {   // a GPU's of each row
+    size_t V = s->m->config.n_vocab, parts = best_parts(V);
+    Best *want = need(parts * sizeof *want);
+    bool same = s->n_best > 0;
+    for (size_t row = 0; row < s->n_best; row++) {
+        find_best(want, s->logits + row * V, V);
+        const Best *known = s->best + (FEW - row) * parts;
+        for (size_t i = 0; i < parts; i++) same &= want[i].logit == known[i].logit;
+    }
+    CHECK(same, "%s: the best of %zu rows are others", s->m->config.name, s->n_best);
+}
+
 // A prompt in chunks, then token by token; then cut back and on again. An encoder: its whole text
 // again and again, and a text of one token. `far`: how far from the golden output (NULL: none) both
 // may be; `near`: how far GPU and CPU may be from each other.
@@ -5552,6 +5589,7 @@ static void compare_model(const Model *m, Options o, const int32_t *ids, int n, 
         if (s->gpu && !o.gpu_block && RECORDER) check_reads(s);
         eval_rows(s, ids, cut, cut - 1, again[cpu]);
         eval_rows(s, ids, n, n - 2, again[cpu] + V);
+        if (s->gpu && !m->config.encoder) check_best(s);
         session_truncate(s, 0);
         eval_rows(s, ids, prompt, prompt - 1, again[cpu] + 3 * V);
         session_close(s);
@@ -5590,7 +5628,7 @@ static int before_tie(const Model *m, Options o, const int32_t *ids, int n, floa
 
 // On the GPU, too, a few tokens have the bits that each has alone: in a window; then in all, where
 // the slices of attention change behind 256 tokens. Nor do guesses change a text.
-static bool gpu_guesses;   // it has a ring, or guesses would cost as much as tokens
+static bool gpu_guesses;   // or they would cost as much as tokens
 static void check_few_gpu(const Model *m, const int32_t *first, int n) {
     static const int chunks[] = {1, FEW, 1, 3};
     size_t V = m->config.n_vocab;
@@ -5602,7 +5640,7 @@ static void check_few_gpu(const Model *m, const int32_t *first, int n) {
         int count = k < 2 ? 14 : all;
         float *to = rows[k % 2];
         Session *s = open_gpu(m, o);
-        gpu_guesses |= s->gpu && s->gpu->room;
+        gpu_guesses |= s->gpu && (s->gpu->room || !m->config.n_expert);
         eval_rows(s, ids, count, 0, to);
         bool same = to == rows[0] || !memcmp(to, rows[0], count * V * sizeof *to);
         CHECK(same, "%s -c %d: -b %d has other bits than -b 1", m->config.name, o.window, o.chunk);
@@ -6064,10 +6102,11 @@ template <class D, class A, class B> void simdgroup_multiply(Out<D>, In<A>, In<B
 // the words of gemv_ring
 #define HAS_RING
 typedef ulong mbarrier;
+int copy_threads(int);
 void next_may_start(), input_wait(), workers_barrier(int);
 void mbarrier_init(threadgroup mbarrier *, int), mbarrier_arrive(threadgroup mbarrier *),
     mbarrier_wait(threadgroup mbarrier *, int),
-    mbarrier_copy(threadgroup mbarrier *, threadgroup uchar *, device const uchar *, int),
+    mbarrier_copy(threadgroup mbarrier *, threadgroup uchar *, device const uchar *, int, int, int),
     multiply_bytes(thread int *, thread const uint *, thread const uint *);
 int count_up(device int *);
 uint bits_of(float);
