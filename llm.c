@@ -3041,11 +3041,12 @@ static void add_expert(ExpertCall *call, const Layer *w, int e, int n, ExpertRow
     call->back[k] = (Matmul){&call->down[k], r.up, r.out, n};
 }
 
-// Counts the scratch of experts. No choice needs more than this: one expert has `limit` tokens,
-// each other one FEW + 1, the fewest that waste most of a tile. (The arena asserts it.)
+// Counts the scratch of experts. No choice needs more than this: one expert has `limit` tokens, and
+// each other one FEW + 1, the number at which the padding of a tile is largest. (arena_take asserts
+// it.) Nothing is read: addresses only tell matmul which products share an input, and none do.
 static void count_experts(Session *s, int limit) {
     ExpertCall call = {0};
-    float place[MAX_EXPERTS];   // a place for each, as no two experts share their packed x
+    float place[MAX_EXPERTS];
     int others = limit > FEW ? FEW + 1 : limit, most = limit + others * (limit - 1);
     for (int n, rows = 0; rows < most && call.n_experts < MAX_EXPERTS; rows += n) {
         float *at = &place[call.n_experts];
@@ -3274,7 +3275,8 @@ static void delta_gates_row(Session *s, const void *arg, size_t i) {
     }
     for (int h = 0; h < c->n_value; h++) {
         if (w->beta_alpha.data) {   // of each key head: b of its value heads, then their alphas
-            const float *b = all + h / share * 2 * share + h % share;
+            int key = h / share;
+            const float *b = all + key * 2 * share + h % share;
             write[h] = b[0];
             decay[h] = b[share];
         }
@@ -3504,7 +3506,9 @@ static Matrix load_turned(Loader *ld, const Matrix *w, int n_head, int nope) {
 }
 
 // Sets the widths of the queries and values that a head stands for; the scale follows from them.
-// RoPE scaling sharpens the scores, too. Files give a tenth of yarn_log.
+// Where RoPE is scaled by a factor, scores grow by m^2:
+//   m = 1 + yarn_log ln(factor)      DeepSeek, whose files give a tenth of yarn_log
+//   m = 1 + 0.1 ln(factor)           the others, times the first if they have no YaRN
 static void derive_latent(Config *c, uint64_t flags) {
     int wide = c->lora + c->n_rot[FULL];   // of a row of the cache
     bool swapped = c->hd != wide && c->latent_hd == wide;   // by Ollama

@@ -23,8 +23,8 @@
 //   decode_X(b, 0, 8, q, d, m)   all groups, for a CPU: d[16] and m[16] in order, but codes as
 //                                q[4][8][8]: weight 32*g + 8*k + j is at q[64*k + 8*g + j]
 //
-// Why that order? A CPU multiplies 64 codes by 64 activations in one instruction (32 without
-// AVX-512), and adds products 0 to 3 in lane 0, products 4 to 7 in lane 1, and so on. The four
+// Why that order? A CPU multiplies up to 64 codes by as many activations in one instruction, and
+// adds products 0 to 3 in lane 0, products 4 to 7 in lane 1, and so on. The four
 // eights of a group (k = 0..3) lie 64 bytes apart, so their sums come out in the same two lanes of
 // four results. Results with the same scale are added as integers; d and m are applied at the end.
 //
@@ -38,10 +38,13 @@
 // that 32 bytes hold the bits of weights 0..31, above them those of weights 32..63, and so on; when
 // they are full, 32 more bytes follow. All other formats look the same.
 //
-// HOW TO ADD A FORMAT. Write map, struct and decoder, add a row to QUANT_TYPES, test golden blocks.
+// HOW TO ADD A FORMAT. Its id must be below 64, and its blocks must divide 256 weights. Write map,
+// struct and decoder in section 6 (blocks of fewer than 256 weights), 7 or 9 (a codebook), by
+// QUANT_SCALED if it has no offsets, else by QUANT_DECODER. Add a row to QUANT_TYPES. Tests then ask
+// for golden blocks, which are bytes and the floats that ggml makes of them: golden/README.md.
 //
 // OPTIONS. On x86, -march=native (at least -mavx2 -mf16c) makes it fast; QUANT_PLAIN, if defined,
-// leaves SIMD out. GPUs get the decoders without the four functions above; nvcc needs cuda_fp16.h.
+// leaves SIMD out. GPUs get decoders without the public functions; nvcc needs cuda_fp16.h.
 //
 // LICENCE. MIT, copyright (c) 2026 the llm authors.
 // Permission is hereby granted, free of charge, to any person obtaining a copy of this software and
@@ -594,7 +597,8 @@ QUANT_INLINE void quant_halves(float *d, const uint8_t *p, int size, int n) {
 #pragma GCC diagnostic pop
 
 // Unpacks fields of `bits` bits (8: bytes), in runs of `run` bytes, to bit `to` of the codes: 0
-// sets codes, more adds bits to them. A block has `weights` weights and `size` bytes.
+// sets codes, more adds bits to them. A block has `weights` weights and `size` bytes. In Q4_K (run
+// 32, 4 bits) a period is 64 weights, and group 3, weights 96.., is the high nibbles of bytes 32...
 QUANT_INLINE void quant_fields(QUANT_THREAD int8_t *q, QUANT_DEVICE const uint8_t *p, int size,
                                int weights, int run, int bits, int to, int g, int n) {
     int period = run * 8 / bits, first = (int)(32u * (uint32_t)g % (uint32_t)weights);
@@ -964,7 +968,7 @@ QUANT_DECODER(q2_K) {
 //   scales: sc in 0..63 per 16 weights: low 4 bits in 8 bytes, run 8; high 2 in the other 4, run 4
 typedef struct { uint8_t hmask[32], qs[64], scales[12], d[2]; } block_q3_K;
 QUANT_SCALED(q3_K) {
-    const uint64_t low4 = 0x0f0f0f0f0f0f0f0f, high2 = 0x3030303030303030;
+    const uint64_t low4 = 0x0f0f0f0f0f0f0f0f, high2 = 0x3030303030303030;   // a byte for each sc
     uint64_t s = quant_u64(b->scales), z = quant_u32(b->scales + 8);
     quant_fields(q, b->qs, sizeof *b, 256, 32, 2, 0, g, n);
     quant_fields(q, b->hmask, sizeof *b, 256, 32, 1, 2, g, n);
@@ -1471,6 +1475,7 @@ QUANT_SCALED(iq1_m) {
     quant_unpack(q, w, 2, 0, n);
     quant_unpack(q, minus, 1, 2, n);
     quant_lookup(q, quant_iq1, 8, n);
+    // of each 16 bits of s the top 4 belong to d, and the others, four sc, are joined without gaps
     uint64_t s = quant_u64(b->scales), dbits = s >> 12 & 0x000f000f000f000f;
     uint32_t h = (uint32_t)(dbits | dbits >> 12 | dbits >> 24 | dbits >> 36) & 0xffff;
     uint64_t low = quant_spread((s & 0xfff) | (s >> 4 & 0xfff000), 3);
