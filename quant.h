@@ -40,8 +40,8 @@
 //
 // HOW TO ADD A FORMAT. Its id must be below 64, and its blocks must divide 256 weights. Write map,
 // struct and decoder in section 6 (blocks of fewer than 256 weights), 7 or 9 (a codebook), by
-// QUANT_SCALED if it has no offsets, else by QUANT_DECODER. Add a row to QUANT_TYPES. Tests then ask
-// for golden blocks, which are bytes and the floats that ggml makes of them: golden/README.md.
+// QUANT_SCALED if it has no offsets, else by QUANT_DECODER. Add a row to QUANT_TYPES. Tests then
+// ask for golden blocks, which are bytes and the floats that ggml makes of them: golden/README.md.
 //
 // OPTIONS. On x86, -march=native (at least -mavx2 -mf16c) makes it fast; QUANT_PLAIN, if defined,
 // leaves SIMD out. GPUs get decoders without the public functions; nvcc needs cuda_fp16.h.
