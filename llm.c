@@ -6,9 +6,9 @@
 //   ./llm model.gguf "Once upon a time"
 //
 // Part I is the model: how tokens become logits, and logits the next token, in plain C. It has what
-// a Llama needs, and calls a function of Part III where another family differs. Section 7 says in
-// plain loops what the two large operations compute, the matrix product and attention; the fast
-// ones are in Part V. With -DLLM_PLAIN every model runs on the plain loops.
+// a Llama needs, and mostly calls a function of Part III where another family differs. Section 7
+// says in plain loops what the two large operations compute, the matrix product and attention; the
+// fast ones are in Part V. With -DLLM_PLAIN every model runs on the plain loops.
 //
 //   I    the model     base, types, prototypes, ops, forward, session, sampler, generate
 //   II   the file      GGUF, architectures, loading
@@ -21,11 +21,10 @@
 // Short names: n is the number of tokens in a call, pos the position of the first, l a layer, h a
 // head and hd its width, dim the width of the residual stream (the vector per token that all layers
 // add to), ff the width of a feed-forward network (FFN); m is a Model, c its Config, s a Session
-// (one conversation), w weights (a Layer, a Matrix, a Norm), e an Error. Sections 5 and 9 and Part
-// IV have names of their own; in section 8 p is a position in the text. A shape lists its outermost
-// dimension first: x [n][dim] is n rows of dim floats. A prompt runs in chunks of tokens, and row i
-// of a chunk is token i's. The KV cache holds the keys and values of earlier tokens, so that each
-// is made only once.
+// (one conversation), w weights (a Layer, a Matrix, a Norm), e an Error. A shape lists its
+// outermost dimension first: x [n][dim] is n rows of dim floats. A prompt runs in chunks of tokens,
+// and row i of a chunk is token i's. The KV cache holds the keys and values of earlier tokens, so
+// that each is made only once.
 //
 // As a library: #define LLM_NO_MAIN, #include "llm.c" before any other header. A program calls
 //
@@ -98,12 +97,12 @@ typedef struct { int32_t *id; size_t n, room; } Tokens;   // a list of ids that 
 //
 // A model is its numbers, a Config, and its weights: a Layer for each layer, and what comes before
 // the first layer and after the last. Part II fills them from a file, and checks all that Part I
-// relies on. Each type begins with what a Llama has: skip what is below "other families", which in
-// a Llama is 0, NULL or without effect.
+// relies on. Each type begins with what a Llama has (1 to 3). Skip what is below "other families":
+// in a Llama it changes nothing.
 
 enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };   // what makes a pair, see rope; a Llama: ROPE_PAIRS
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };      // RMSNorm (a Llama); LayerNorm; without weights
-enum { FULL, WINDOWED };   // a layer that sees Options.window tokens; one that sees fewer (Gemma 3)
+enum { FULL, WINDOWED };   // a layer with the session's window; with a smaller one (Gemma 3)
 
 typedef struct {
     int n_layer;               // layers that run
@@ -260,12 +259,12 @@ typedef struct {
     struct Gguf *gguf;         // the file
     struct Tokenizer *tokenizer;   // see Part IV
     Tokens suppressed;         // ids that are never sampled
+    const float *freqs;        // [n_rot/2] divisors of RoPE's frequencies (Llama 3.1), or NULL
 
     // -- other families --
     Map *owned;                // [n_owned] copies of weights that had to be changed
     size_t n_owned;
-    const float *freqs;        // [n_rot/2] what divides RoPE's frequencies (Llama 3.1), or NULL
-    const float *freqs_long, *freqs_short;   // [n_rot/2] two more, of which one is taken (Phi 3)
+    const float *freqs_long, *freqs_short;   // [n_rot/2] divisors, of which one is taken (Phi 3)
     Norm embd_norm;            // [dim] of the embeddings (BLOOM)
     Matrix pos_embd;           // [n_ctx][dim] learned positions (GPT-2), or none
     Matrix type_embd;          // its first row is added to each embedding (BERT), or none
@@ -287,13 +286,14 @@ typedef struct {               // no defaults: all 0 is greedy
     uint64_t seed;
 } Sampling;
 
-// A pass of at most FEW tokens, one and the guesses that follow it, computes for each of them the
-// bits that a pass of one token computes. So guesses never change the text.
+// Guesses (speculative decoding, section 40): up to FEW - 1 guessed tokens run through the model in
+// one pass with the last token. In such a pass each token gets the bits that it would get alone, so
+// guesses never change the text.
 enum { FEW = 8 };
 
 typedef struct {               // 0: the default, here in brackets
     int window;                // tokens that a query sees, itself included (n_ctx, at most 4096)
-    int keep;                  // the first `keep` tokens stay in sight of layers with it (0)
+    int keep;                  // the first `keep` tokens stay in sight of FULL layers (0)
     int chunk;                 // tokens of the prompt that run at once (512; on a GPU more)
     int threads;               // (all CPUs)
     int draft;                 // most tokens that are guessed at once, at most FEW - 1 (0: none)
@@ -336,7 +336,8 @@ typedef struct Session {
     // what forward works on, for its row functions (section 4)
     const int32_t *ids;        // [n] tokens of the chunk
     int n, pos, l;             // how many; position of the first; layer
-    // its buffers, for the n tokens of a chunk; some share their bytes
+    // its buffers, for the n tokens of a chunk; those of attention, of the FFN, and of the logits
+    // share bytes
     float *x;                  // [n][dim] the residual stream
     float *normed;             // [n][dim] the normed copy of x that attention or the FFN reads
     float *out;                // [n][dim] what attention or the FFN adds to x
@@ -349,10 +350,10 @@ typedef struct Session {
     double *freq[2];           // [n_rot/2] radians per position
     float rope_mag[2];         // a factor of the cosines and sines: 1 in a Llama
     Arena op_scratch;          // of matmul and attention
+    struct Best *best;         // the sampler's, see session_best
+    size_t n_best;             // rows of logits of which a GPU has made them
 
-    // -- guesses (section 40), and candidates that a GPU has made (39) --
-    struct Best *best;         // [FEW + 1][best_parts(n_vocab)], see session_best
-    size_t n_best;             // rows of logits of which the GPU has made them
+    // -- guesses, section 40 --
     int32_t *index;            // [n_index] positions; those up to n_indexed have been entered
     int n_index, n_indexed;
     int guesses;               // the last tokens of the chunk that are only guessed
@@ -396,12 +397,11 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
 
 // Rows of numbers
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
-static inline float exp_fast(float x);   // e^x; relative error 1e-7, and 0 below -87.7
+static inline float exp_fast(float x);   // e^x, relative error 1e-7; 0 below -87.7, inf above 88.4
 // the sum of x[i] - mean, or of its squares, in 16 partial sums, so that it becomes vector code
 static float sum16(const float *x, int n, float mean, bool squares);
-// Keeps damage where it is: 0 * NaN is NaN, so a NaN in a row of values would reach queries that do
-// not see the row. If a value of v [n] is not finite, it becomes 0, and the row's key becomes NaN,
-// which reaches only the queries that see the row.
+// A value of v [n] that is not finite becomes 0, and its row's key NaN: so only queries that see
+// the row get a NaN. (Part V multiplies rows that a query does not see by 0, and 0 * NaN is NaN.)
 static void cache_finite(uint16_t *v, int n, uint16_t *key);
 
 // Other families: forward calls these functions of Part III, which do nothing in a Llama.
@@ -569,14 +569,14 @@ static void qkv_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
     Cache *cache = &s->cache[s->l];
     int pos = s->pos + i, row = cache_row(cache, pos);
-    int n_kv = w->k.rows / w->hd;   // 0 in layers of Gemma 4 that read another layer's cache
-    float *q = s->q + i * w->n_head * w->hd, *k = s->k + i * n_kv * w->hd;
-    float *v = s->v + i * n_kv * w->vd;
+    int n_new = w->k.rows / w->hd;   // n_kv, but 0 in a layer of Gemma 4 that has no keys
+    float *q = s->q + i * w->n_head * w->hd, *k = s->k + i * n_new * w->hd;
+    float *v = s->v + i * n_new * w->vd;
     const float *turn = s->angles[w->window ? WINDOWED : FULL] + i * w->n_rot;
     for (int h = 0; h < w->n_head; h++) rope(q + h * w->hd, turn, w->n_rot, w->rope);
-    for (int h = 0; h < n_kv; h++) rope(k + h * w->hd, turn, w->n_rot, w->rope);
+    for (int h = 0; h < n_new; h++) rope(k + h * w->hd, turn, w->n_rot, w->rope);
     after_rope(s, q, k, pos);   // Ministral 3, Hunyuan
-    for (int h = 0; h < n_kv; h++) {
+    for (int h = 0; h < n_new; h++) {
         size_t at = (size_t)h * cache->rows + row;
         uint16_t *to_k = cache->k + at * w->hd, *to_v = cache->v + at * w->vd;
         narrow(k + h * w->hd, w->hd, to_k);
@@ -619,7 +619,7 @@ static void attend(Session *s) {   // s->att = attention of s->q over the layer'
 
 static void ffn(Session *s) {   // out = down * (silu(gate) * up)
     const Layer *w = &s->m->layers[s->l];
-    Matmul in[] = {{&w->up, s->normed, s->up, s->n}, {&w->gate, s->normed, s->gate, s->n}};
+    Matmul in[] = {{&w->gate, s->normed, s->gate, s->n}, {&w->up, s->normed, s->up, s->n}};
     matmul(s->pool, &s->op_scratch, in, 2);
     each_row(s, swiglu_row, w, s->n);
     product(s, &w->down, s->up, s->out);
@@ -656,8 +656,8 @@ static size_t output_step(const Matrix *w) { return w->out_step ? w->out_step : 
 
 // out [n][rows] = scale * x [n][cols] * transposed w [rows][cols] + bias. A row of weights is
 // unpacked once for all n tokens, which is why a prompt runs in chunks. row [cols] is scratch.
-// (Called in builds with -DLLM_PLAIN alone.)
-static __attribute__((unused)) void plain_matmul(const Matmul *job, float *row) {
+// (Part V's products first round x to int8 where weights are blocks, as ggml does: section 29.)
+static void plain_matmul(const Matmul *job, float *row) {
     const Matrix *w = job->w;
     float scale = w->scale ? *w->scale : 1;
     for (int64_t r = 0; r < w->rows; r++) {
@@ -723,9 +723,9 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 
 // ---- 8. session ----
 
-// Memory (section 23). A plan takes buffers, which are zeroed, from an arena; place_plan runs the
-// plan twice, to count the bytes and to place the buffers. plan_scratch learns what matmul and
-// attention take by running forward once without memory, when each_row does nothing.
+// Memory (section 23). A plan takes zeroed buffers from an arena; place_plan runs the plan twice,
+// to count the bytes and to place the buffers. plan_scratch learns what matmul and attention take
+// by dry runs of forward: without memory no data is touched.
 typedef void Plan(Session *s, Arena *a);
 static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e);
 static Plan plan_caches, plan_scratch;   // of the KV caches; of forward's buffers
@@ -739,23 +739,22 @@ static void pool_close(Pool *p);       // p may be NULL
 // A GPU (38) runs the model, or its last layers, on a Session's buffers. False: there is none, or
 // it failed, and the CPU does the work. gpu_forward also makes the logits of up to LOGIT_ROWS rows
 // of the chunk, from row `first` on; gpu_logits makes further ones.
-static int gpu_chunk(Session *s);    // finds a GPU, sets s->gpu; returns its default chunk, or 0
+static int gpu_attach(Session *s);   // sets s->gpu; returns the GPU's default chunk; 0: no GPU
 static void gpu_open(Session *s), gpu_close(Session *s);
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
 static void gpu_store(Session *s, bool states);   // after the CPU wrote positions, and states
 
-// Every model (23): how many of the first p tokens can stay cached; how many tokens the chunk at p
-// has; what divides frequencies (Llama 3.1), and the factor of cosines and sines; GPT-2's limit.
+// Part III
 struct Request;
-static int reusable(const Session *s, int p);
-static int next_chunk(Session *s, const struct Request *r, int p, bool prompt);
-static float rope_scaling(const Model *m, int kind, int window, double *freq);
-static bool check_more(const Session *s, int n, Error *e);
-
-// Other families: no effect in a Llama
+static int reusable(const Session *s, int p);   // how many of the first p tokens can stay cached?
+static int next_chunk(Session *s, const struct Request *r, int p, bool prompt);   // its length
+// divides frequencies by Model.freqs; returns the factor of cosines and sines, 1 in a Llama
+static float rope_scaling(const Model *m, int kind, int session_window, double *freq);
+static const float *hidden_rows(Session *s, int first, int n);   // norm(x) of n rows, for --embed
+// nothing in a Llama, but for guesses
 static void limit_options(Session *s), forget_more(Session *s, int p), chunk_seen(Session *s);
-static const float *hidden_rows(Session *s, int first, int n);   // norm(x) of n rows (--embed)
+static bool check_more(const Session *s, int n, Error *e);   // can the model run n tokens?
 
 // forgets positions p and later
 static void session_truncate(Session *s, int p) {
@@ -778,13 +777,13 @@ void session_close(Session *s) {
 }
 
 // Sets freq [n_rot/2] of one kind of layers, FULL or WINDOWED: base^(-2i / n_rot) radians per
-// position for pair i, in double, because at position 100,000 a float angle is off by 0.005. By the
-// window Phi 3 picks factors. Returns a factor of the cosines and sines, 1 in a Llama.
-static float rope_frequencies(const Model *m, int kind, int window, double *freq) {
+// position for pair i, in double, because at position 100,000 a float angle is off by 0.005. (Phi
+// 3's divisors depend on the session's window.) Returns the factor of cosines and sines.
+static float rope_frequencies(const Model *m, int kind, int session_window, double *freq) {
     int n_rot = m->config.n_rot[kind];
     double base = m->config.rope_base[kind];
     for (int i = 0; i < n_rot / 2; i++) freq[i] = pow(base, -2.0 * i / n_rot);
-    return rope_scaling(m, kind, window, freq);
+    return rope_scaling(m, kind, session_window, freq);
 }
 
 bool session_open(Session *s, const Model *m, Options o, Error *e) {
@@ -800,7 +799,7 @@ bool session_open(Session *s, const Model *m, Options o, Error *e) {
     if (!s->cache) return fail(e, "out of memory");
     s->pool = pool_open(s->o.threads);
     if (!s->pool) return fail(e, "cannot start %d threads", s->o.threads);
-    int chunk = o.cpu ? 0 : gpu_chunk(s);
+    int chunk = o.cpu ? 0 : gpu_attach(s);
     if (!s->o.chunk) s->o.chunk = chunk ? chunk : 512;
     if (!place_plan(s, plan_caches, &s->kv, "KV cache; try a smaller -c", e) ||
         !place_plan(s, plan_scratch, &s->scratch, "scratch; try a smaller -b", e))
@@ -832,16 +831,16 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 
 // Evaluates a text chunk by chunk, but for the tokens whose rows the caches hold.
 static bool session_run(Session *s, Request r, Error *e) {
-    bool answer = r.ids == s->history.id;   // the text is the history, and ids written behind it
+    bool own = r.ids == s->history.id;   // session_generate's: the history, and ids behind it
     if (!check_ids(s, r.ids, r.n, e)) return false;
     if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
-    if (answer) r.ids = s->history.id;      // realloc may have moved it
+    if (own) r.ids = s->history.id;      // realloc may have moved it
     int n, reused = session_reuse(s, &r);
-    bool prompt = !answer && r.n - reused > 1;   // recurrent models save states before its end
+    bool prompt = !own && r.n - reused > 1;      // recurrent models save states before its end
     for (int p = reused; p < r.n; p += n) {
         n = next_chunk(s, &r, p, prompt);        // s->o.chunk, or as many as are left
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
-        int first = r.from > p ? smaller(r.from - p, n) : 0;   // of the chunk's rows that are made
+        int first = r.from > p ? smaller(r.from - p, n) : 0;   // token of the chunk that gets a row
         bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);
         if (!gpu) forward(s, r.ids + p, n, p);
         memmove(s->history.id + p, r.ids + p, n * sizeof *r.ids);
@@ -882,9 +881,10 @@ static int session_reuse(Session *s, const Request *r) {
 
 // Fails if the row [n] of token i has nothing but NaN or, if exact, any NaN.
 static bool check_row(const float *row, size_t n, bool exact, int i, Error *e) {
-    size_t k = 0;   // of the first number; exact: of the first NaN
-    while (k < n && !isnan(row[k]) == exact) k++;
-    if ((k == n) == exact) return true;
+    size_t k = 0;
+    if (exact) while (k < n && !isnan(row[k])) k++;   // to the first NaN
+    else while (k < n && isnan(row[k])) k++;          // to the first number
+    if (exact ? k == n : k < n) return true;
     return fail(e, "at token %d the model yields %s NaN: its weights may be damaged", i,
                 exact ? "a" : "nothing but");
 }
@@ -911,25 +911,27 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 // ---- 9. sampler ----
 //
 // From logits to the next token, in stages. First ids with their logits become candidates: all, or
-// little more than the k best. Recent ones lose some of their logit (the penalty), suppressed ones
-// all. Then temperature, top-k, top-p and min-p change, sort or drop candidates, and return how
-// many are left. One of these is drawn; at temperature 0 the best. (llama.cpp's temperature comes
-// last; here top-p and min-p see probabilities after it.) c is candidates, l logits.
+// little more than the k best. Recent ids lose some of their logit (the penalty), banned ones all.
+// Then temperature, top-k, top-p and min-p change, sort or drop candidates; one of those that are
+// left is drawn, at temperature 0 the best. (llama.cpp's temperature comes last; here top-p and
+// min-p see probabilities after it.) In this section c [n] is the candidates.
 
-// What is sampled: the logits [n], of each BEST_IDS of them the best; recent ids, suppressed ids
-enum { BEST_IDS = 256 };
-typedef struct Best { float logit, id, sum; } Best;   // logit: at least -3e38; others: see gpu_best
-static size_t best_parts(size_t n) { return (n + BEST_IDS - 1) / BEST_IDS; }   // of n logits
-typedef struct { const float *logits; size_t n; const Best *best; Tokens last, never; } Draw;
+// what is sampled
+typedef struct {
+    const float *logits;
+    size_t n;                  // logits
+    const struct Best *best;   // the largest of each 256 logits: most others need not be read (39)
+    Tokens recent, banned;     // ids that the penalty lowers; ids that are never sampled
+} Draw;
 
-// Section 39 sorts. sort_top brings the k best of c [n] to the front, in order; sort_share brings
-// there as many as it takes for their weights (exp(logit - best)) to reach `sum`. sample_candidates
-// makes candidates, in the order of ids, of all that may be among the k best (0: of all) once last
-// and never have lost, and returns how many. NaN never wins.
+// Section 39 sorts. sort_top brings the k best candidates to the front, in order; sort_share brings
+// there as many as it takes for their weights, exp(logit - best), to reach `enough`.
+// sample_candidates makes candidates, in the order of ids, of all ids that can be among the k best
+// (k 0: of all ids) after recent and banned ones have lost, and returns how many. NaN never wins.
 static void sort_top(Candidate *c, size_t n, size_t k);
-static void sort_share(Candidate *c, size_t n, double sum);
+static void sort_share(Candidate *c, size_t n, double enough);
 static size_t sample_candidates(Candidate *c, const Draw *d, int k);
-static const Best *session_best(Session *s, const float *logits);   // for Draw
+static const struct Best *session_best(Session *s, const float *logits);   // for Draw
 
 // Makes ids less likely: positive logits are divided by the penalty, negative ones multiplied; with
 // INFINITY an id becomes impossible. An id counts once, however often it occurs, because its new
@@ -937,7 +939,7 @@ static const Best *session_best(Session *s, const float *logits);   // for Draw
 static void sample_penalty(Candidate *c, size_t n, const float *logits, Tokens ids, float penalty) {
     for (size_t i = 0; i < ids.n; i++) {
         int32_t id = ids.id[i];
-        size_t at = id >= 0 && (size_t)id < n && c[id].id == id ? id : 0;   // if all are candidates
+        size_t at = id >= 0 && (size_t)id < n && c[id].id == id ? id : 0;   // id: c has all ids
         while (at < n && c[at].id != id) at++;
         if (at == n || isnan(logits[id])) continue;
         float factor = logits[id] > 0 ? 1 / penalty : penalty;
@@ -1007,8 +1009,8 @@ static int32_t sample(const Sampling *o, Candidate *c, const Draw *d, uint64_t *
     bool greedy = o->temp < 1e-30f;   // 0, or so small that logits / temp overflow
     int k = greedy ? 1 : o->top_k;
     size_t n = sample_candidates(c, d, o->repeat_penalty < 1 ? 0 : k);   // below 1 logits may rise
-    sample_penalty(c, n, d->logits, d->last, o->repeat_penalty);
-    sample_penalty(c, n, d->logits, d->never, INFINITY);
+    sample_penalty(c, n, d->logits, d->recent, o->repeat_penalty);
+    sample_penalty(c, n, d->logits, d->banned, INFINITY);
     if (!greedy) sample_temperature(c, n, o->temp);
     n = sample_top_k(c, n, k);
     if (greedy) return c->id;
@@ -1022,9 +1024,9 @@ static int32_t sample(const Sampling *o, Candidate *c, const Draw *d, uint64_t *
 int32_t session_sample(Session *s, const float *logits) {
     const Sampling *o = &s->o.sampling;
     size_t n = o->repeat_penalty == 1 ? 0 : o->repeat_last_n;   // -1 is more than there can be
-    Tokens last = s->history;
-    if (n < last.n) last = (Tokens){last.id + last.n - n, n, n};
-    Draw d = {logits, s->m->config.n_vocab, session_best(s, logits), last, s->m->suppressed};
+    Tokens recent = s->history;
+    if (n < recent.n) recent = (Tokens){recent.id + recent.n - n, n, n};
+    Draw d = {logits, s->m->config.n_vocab, session_best(s, logits), recent, s->m->suppressed};
     return sample(o, s->candidates, &d, &s->rng);
 }
 
@@ -2524,12 +2526,12 @@ static bool pair_still(const Config *c, int i) {
 
 // Changes the frequencies [n_rot/2] of rope_frequencies, and returns the factor of cosines and
 // sines. YaRN leaves pairs up to `low` alone, divides pairs from `high` on, and blends the others.
-static float rope_scaling(const Model *m, int kind, int window, double *freq) {
+static float rope_scaling(const Model *m, int kind, int session_window, double *freq) {
     const Config *c = &m->config;
     bool unscaled = kind == WINDOWED && c->local_unscaled, yarn = c->yarn && !unscaled;
     int n_rot = c->n_rot[kind];
     double scale = unscaled ? 1 : 1.0 / c->rope_factor;
-    const float *divide = window > c->n_ctx_orig ? m->freqs_long : m->freqs_short;
+    const float *divide = session_window > c->n_ctx_orig ? m->freqs_long : m->freqs_short;
     if (m->freqs) divide = m->freqs;
     if (unscaled) divide = NULL;
     double low = fmax(0, floor(yarn_pair(c, c->yarn_fast, kind)));
@@ -3827,6 +3829,10 @@ static void *arena_take(Arena *a, uint64_t count, uint64_t size) {
     assert(!a->base || a->used <= a->size);   // both runs take the same
     return a->base ? a->base + at : NULL;
 }
+
+enum { BEST_IDS = 256 };   // neighbouring logits of which the sampler, or a GPU, finds the best
+typedef struct Best { float logit, id, sum; } Best;   // -3e38 at least; the others: see gpu_best
+static size_t best_parts(size_t n) { return (n + BEST_IDS - 1) / BEST_IDS; }   // of n logits
 
 // the most floats that a token takes in each buffer
 typedef struct { uint64_t q, k, v, att, mix, z, ff, squeezed; } Widths;
@@ -8215,7 +8221,7 @@ static const Tile *amx_tile(UNUSED const Matrix *w) { return NULL; }
 #define GPU_NAME ""
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-parameter"
-static int gpu_chunk(Session *s) { return 0; }
+static int gpu_attach(Session *s) { return 0; }
 static void gpu_open(Session *s) {}
 static void gpu_close(Session *s) {}
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) { return false; }
@@ -8289,11 +8295,11 @@ static const Best *session_best(Session *s, const float *logits) {
 // about 43 for k = 40. Of BEST_IDS whose best one does not reach it none is read.
 static size_t sample_candidates(Candidate *c, const Draw *d, int k) {
     const float *l = d->logits;
-    size_t parts = best_parts(d->n), most = k + d->never.n, kept = 0;   // never: they may be best
+    size_t parts = best_parts(d->n), most = k + d->banned.n, kept = 0;   // never: they may be best
     float least = -INFINITY;
     for (size_t i = 0; i < parts; i++) c[i] = (Candidate){d->best[i].logit, i};
-    for (size_t i = 0; i < d->last.n; i++) {
-        size_t id = d->last.id[i], part = id / BEST_IDS;
+    for (size_t i = 0; i < d->recent.n; i++) {
+        size_t id = d->recent.id[i], part = id / BEST_IDS;
         if (id < d->n && l[id] >= c[part].logit) c[part].logit = -INFINITY;
     }
     if (k > 0 && most <= parts) {

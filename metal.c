@@ -13,7 +13,7 @@
 //    6. forward              layers, logits, and what happens if the GPU fails
 //    7. open                 what the GPU lacks, its memory, the first pass
 //
-// llm.c has the prototypes of what it calls, gpu_chunk to gpu_copy; its Part VI also calls
+// llm.c has the prototypes of what it calls, gpu_attach to gpu_copy; its Part VI also calls
 // gpu_bytes and gpu_rate. When gpu_forward or gpu_logits returns false, the CPU does the work:
 // there is no GPU, it lacks what a model needs (gpu_lacks, memory), or a driver's call has failed.
 #define METAL_HOST
@@ -1831,7 +1831,7 @@ static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
 
 // ---- 7. open ----
 //
-// gpu_chunk finds a GPU and says how long a chunk it takes; then gpu_open shares all memory with it
+// gpu_attach finds a GPU and says how long a chunk it takes; gpu_open shares all memory with it
 // and compiles the kernels. Either closes the GPU if it fails.
 
 // What the GPU cannot run of layers from .. end-1, or NULL: heads too wide for registers or no
@@ -2026,7 +2026,7 @@ static double gpu_need(Session *s, int first, int n) {
 // The default is GPU_CHUNK, halved until all fits into the GPU's memory, but not below 512: the
 // larger, the fewer times weights are read and launches begin. If even that does not fit, as many
 // of the last layers' FFNs run on the GPU as do.
-static int gpu_chunk(Session *s) {
+static int gpu_attach(Session *s) {
     const char *lacks = gpu_lacks(s->m, 0, s->m->config.n_layer);
     Gpu *g = s->gpu = calloc(1, sizeof *g);
     if (!g) return 0;

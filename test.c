@@ -2555,8 +2555,8 @@ static void test_sampler_candidates(void) {
                 for (int i = 0; i < N; i++) some[i] = (Candidate){INFINITY, -1};   // scratch
                 int kept = sample_candidates(some, &d, k), front = k && k < kept ? k : kept;
                 int least = k && k < n ? k : n;
-                sample_penalty(some, kept, l, d.last, 2);
-                sample_penalty(some, kept, l, d.never, INFINITY);
+                sample_penalty(some, kept, l, d.recent, 2);
+                sample_penalty(some, kept, l, d.banned, INFINITY);
                 sort_top(some, kept, front);
                 CHECK(kept >= least && !memcmp(some, all, least * sizeof *all),
                       "%d of %d: %d are candidates", k, n, kept);
