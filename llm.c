@@ -45,6 +45,7 @@
 //
 // Only Part VI calls exit. Only Part VI prints, except that the progress of loading onto a GPU is
 // shown on a terminal, and why a GPU fails on stderr. A call takes less than 512 KB of stack.
+#undef _GNU_SOURCE    // a host's flags may define it, too
 #define _GNU_SOURCE   // Linux: memmem (templates, modes), strcasestr (tokenizer), sched_getaffinity
 #define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32 bits
 #include <assert.h>
@@ -64,6 +65,7 @@
 #endif
 #include "quant.h"             // weights in blocks of a few bits each
 #define INLINE QUANT_INLINE    // always inlined
+#define UNUSED __attribute__((unused))   // in some builds
 
 // ==== Part I: the model =========================================================================
 
@@ -859,7 +861,7 @@ static void session_truncate(Session *s, int p) {
     if (!all) copy_states(s, s->recurrent, s->saved);
 }
 
-void session_close(Session *s) {
+static UNUSED void session_close(Session *s) {
     gpu_close(s);
     pool_close(s->pool);
     if (s->kv.base) munmap(s->kv.base, s->kv.size);
@@ -879,7 +881,7 @@ static float rope_frequencies(const Model *m, int kind, int window, double *freq
     return rope_scaling(m, kind, window, freq);
 }
 
-bool session_open(Session *s, const Model *m, Options o, Error *e) {
+static UNUSED bool session_open(Session *s, const Model *m, Options o, Error *e) {
     const Config *c = &m->config;
     *s = (Session){.m = m, .o = o, .rng = o.sampling.seed, .n_cache = c->n_layer};
     if (!s->o.window) s->o.window = smaller(c->n_ctx, 4096);
@@ -956,7 +958,7 @@ static bool session_run(Session *s, Request r, Error *e) {
     return !s->on_chunk || s->on_chunk(s->ctx, reused, r.n, r.n) || fail(e, "interrupted");
 }
 
-const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
+static UNUSED const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
     Request last = {.ids = ids, .n = n, .from = n - 1};
     return session_run(s, last, e) ? s->logits : NULL;
 }
@@ -1140,7 +1142,7 @@ static int32_t sample(const Sampling *o, Candidate *c, const Draw *d, uint64_t *
     return c[sum_until(c, n, random_unit(rng) * total, &sum) - 1].id;
 }
 
-int32_t session_sample(Session *s, const float *logits) {
+static UNUSED int32_t session_sample(Session *s, const float *logits) {
     const Sampling *o = &s->o.sampling;
     size_t n_vocab = s->m->config.n_vocab, row = 0;
     size_t n = o->repeat_penalty == 1 ? 0 : o->repeat_last_n;   // -1 is more than there can be
@@ -1158,8 +1160,8 @@ int32_t session_sample(Session *s, const float *logits) {
 // Evaluates ids [n], and hands up to n_predict ids that follow (-1: no limit; 0: none) to on_token,
 // one by one. An end-of-generation id ends the text, and is not handed out. A new id is written
 // behind the session's history, and evaluated as the end of that text to get the next one.
-bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnToken on_token,
-                      Error *e) {
+static UNUSED bool session_generate(Session *s, const int32_t *ids, int n, int n_predict,
+                                    OnToken on_token, Error *e) {
     if (s->o.draft > 0) return generate_guessing(s, ids, n, n_predict, on_token, e);   // section 40
     int made = 0;
     do {
@@ -1204,7 +1206,7 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
 //   tensors      name, n_dims, ne[n_dims], type, offset of its data
 //   padding, and the data of all tensors
 //
-// The file is not trusted. The cursor that reads it fails once and stays failed, so that one check
+// The file is not trusted. The Reader of its bytes fails once and stays failed, so that one check
 // at the end of a step is enough; no count may exceed what the file's bytes could hold; each tensor
 // must lie inside the file. Strings and weights point into it; what must change is copied first.
 
@@ -1224,7 +1226,7 @@ static bool tokens_room(Tokens *t, size_t n) {
 }
 
 // Appends an id. False: out of memory, and the list is as it was.
-bool tokens_add(Tokens *t, int32_t id) {
+static UNUSED bool tokens_add(Tokens *t, int32_t id) {
     if (!tokens_room(t, t->n + 1)) return false;
     t->id[t->n++] = id;
     return true;
@@ -1284,30 +1286,30 @@ typedef struct Gguf {
     size_t n_meta, n_tensors, n_maps;
 } Gguf;
 
-typedef struct { const uint8_t *p, *end; bool bad; } Cursor;
+typedef struct { const uint8_t *p, *end; bool bad; } Reader;
 
 // the next n bytes; NULL if fewer are left, and for every call after that
-static const void *take(Cursor *in, uint64_t n) {
+static const void *take(Reader *in, uint64_t n) {
     if (n > (uint64_t)(in->end - in->p)) in->bad = true;
     if (in->bad) return NULL;
     in->p += n;
     return in->p - n;
 }
 
-static uint64_t read_bytes(Cursor *in, size_t n) {   // a number of n = 1, 2, 4 or 8 bytes
+static uint64_t read_bytes(Reader *in, size_t n) {   // a number of n = 1, 2, 4 or 8 bytes
     uint64_t x = 0;
     const void *p = take(in, n);
     if (p) memcpy(&x, p, n);
     return x;
 }
 
-static Str read_str(Cursor *in) {
+static Str read_str(Reader *in) {
     uint64_t n = read_bytes(in, 8);
     const char *s = take(in, n);
     return s ? (Str){s, n} : (Str){"", 0};
 }
 
-static bool read_meta(Cursor *in, Meta *m, Error *e) {
+static bool read_meta(Reader *in, Meta *m, Error *e) {
     *m = (Meta){.key = read_str(in)};
     m->type = m->elem = read_bytes(in, 4);
     m->n = 1;
@@ -1328,7 +1330,7 @@ static bool read_meta(Cursor *in, Meta *m, Error *e) {
     return !in->bad || fail(e, "its value runs past the end of the file");
 }
 
-static bool read_tensor(Cursor *in, Tensor *t, size_t align, Error *e) {
+static bool read_tensor(Reader *in, Tensor *t, size_t align, Error *e) {
     static const char *const foreign[] = {
         [4] = "Ollama's first MXFP4", "Q4_3", [31] = "Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8",
         [36] = "I2_S of bitnet.cpp", "I8_S of bitnet.cpp", "TL1 of bitnet.cpp"};
@@ -1411,7 +1413,7 @@ static int64_t gguf_int(const Gguf *g, const char *key, int64_t otherwise) {
 }
 
 static Str meta_str(const Meta *m) {   // {NULL, 0} if it is no string
-    return m && m->type == GGUF_STR ? read_str(&(Cursor){m->v, m->end, false}) : (Str){NULL, 0};
+    return m && m->type == GGUF_STR ? read_str(&(Reader){m->v, m->end, false}) : (Str){NULL, 0};
 }
 
 static Str gguf_str(const Gguf *g, const char *key) { return meta_str(gguf_find(g, key)); }
@@ -1444,7 +1446,7 @@ static void gguf_close(Gguf *g) {
 // Reads part i of a model and adds its tensors; metadata is kept from part 0 alone.
 static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     Error why;
-    Cursor in = {map->base, map->base + map->size, false};
+    Reader in = {map->base, map->base + map->size, false};
     uint32_t magic = read_bytes(&in, 4), version = read_bytes(&in, 4);
     uint64_t n_tensors = read_bytes(&in, 8), n_meta = read_bytes(&in, 8);
     if (magic != 0x46554747)   // "GGUF"
@@ -2558,7 +2560,7 @@ static bool weights_load(Model *m, Error *e) {
 static bool tokenizer_open(struct Tokenizer **t, const Gguf *g, Error *e);
 static void tokenizer_close(struct Tokenizer *t);
 
-void model_close(Model *m) {
+static UNUSED void model_close(Model *m) {
     for (size_t i = 0; i < m->n_owned; i++) free(m->owned[i].base);
     if (m->tokenizer) tokenizer_close(m->tokenizer);
     if (m->gguf) gguf_close(m->gguf);
@@ -2580,7 +2582,9 @@ static bool model_load(Model *m, const char *path, bool weights, Error *e) {
     return ok || fail(e, "%s: %s", path, why.text);
 }
 
-bool model_open(Model *m, const char *path, Error *e) { return model_load(m, path, true, e); }
+static UNUSED bool model_open(Model *m, const char *path, Error *e) {
+    return model_load(m, path, true, e);
+}
 
 // ==== Part III: other families ==================================================================
 //
@@ -4593,8 +4597,8 @@ enum { TOKENS_ADD = 1,        // adds the first and last tokens that the metadat
 
 // Appends the ids of text [n] to out. A byte whose mark [n] is 1 was written by a user and is never
 // part of a control token; mark NULL: there is no such byte. False: e says why.
-bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned char *mark, int flags,
-              Tokens *out, Error *e) {
+static UNUSED bool tokenize(const Tokenizer *t, const char *text, size_t n,
+                            const unsigned char *mark, int flags, Tokens *out, Error *e) {
     if (t->kind == TOKENIZER_NONE || t->no_rules)
         return fail(e, "%s: give it --tokens", *t->note ? t->note : "the model has no tokenizer");
     if (n > TEXT_MAX) return fail(e, "%zu bytes of text are too many", n);
@@ -4647,7 +4651,7 @@ static int char_to_byte(const Tokenizer *t, uint32_t c) {   // -1: none, it is s
 }
 
 // Writes the text of a token, in whole characters, to out[t->detokenize_max]; returns its length.
-size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
+static UNUSED size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
     if (!token_is(t, id, 1 << TOKEN_NORMAL | 1 << TOKEN_USER | 1 << TOKEN_BYTE)) return 0;
     bool strip = !d->started && t->space_prefix;
     Str s = token_at(t, id).text;
@@ -4717,7 +4721,7 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, int m
     d->slot = calloc(size, sizeof *d->slot);
     d->str = malloc(m->n * sizeof *d->str);
     if (!d->slot || !d->str) return fail(e, "out of memory");
-    Cursor c = {m->v, m->end, false};
+    Reader c = {m->v, m->end, false};
     for (uint32_t i = 0; i < d->n; i++) {
         Str s = d->str[i] = read_str(&c);
         uint32_t *slot = dictionary_slot(d, hash_text(0, s), s);
@@ -4755,7 +4759,7 @@ static bool unigram_open(Tokenizer *t, const Gguf *g, Error *e) {
     if (m->type != GGUF_ARR || m->elem > GGUF_I8)
         return fail(e, "%s: want an array of bytes, not %s; get or make another file", key,
                     m->elem == GGUF_STR ? "text (base64)" : "larger numbers (INT32)");
-    Cursor c = {m->v, m->end, false};
+    Reader c = {m->v, m->end, false};
     t->trie.n = read_bytes(&c, 4);
     t->trie.s = take(&c, t->trie.n);
     t->strings = (Str){(const char *)c.p, c.end - c.p};
@@ -6106,7 +6110,7 @@ static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n
     return true;
 }
 
-void rendered_free(Rendered *r) {
+static UNUSED void rendered_free(Rendered *r) {
     free(r->block);
     *r = (Rendered){0};
 }
@@ -6115,8 +6119,8 @@ void rendered_free(Rendered *r) {
 // enable_thinking and thinking (-1: undefined). False: e says why, and out is empty. Some templates
 // print content only if it is a list of parts, {"type": "text", "text": ..}, and no file says so.
 // So two trials render "Hello" as a text and as a list, and look for its marked bytes.
-bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
-                     Str eos, int think, Rendered *out, Error *e) {
+static UNUSED bool template_render(Str template, const ChatMessage *messages, size_t n_messages,
+                                   Str bos, Str eos, int think, Rendered *out, Error *e) {
     static const ChatMessage said = {{"user", 4}, {"Hello", 5}};
     bool shows[2] = {false, false};   // with a text, with parts
     size_t size = template.n;
@@ -6167,7 +6171,6 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
 
 #include <pthread.h>
 #include <stdatomic.h>
-#define UNUSED __attribute__((unused))   // in some builds
 
 // ---- 26. the machine ----
 
@@ -6422,17 +6425,23 @@ static void pool_close(Pool *p) {
 }
 
 static Pool *pool_open(int threads) {
+    static const int faults[] = {SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGTRAP, SIGSYS};
     Pool *p = calloc(1, sizeof *p + (threads - 1) * sizeof *p->thread);
     if (!p) return NULL;
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->wake, NULL);
+    sigset_t host, blocked;   // signals are for the host's threads, but for a thread's own faults
+    sigfillset(&blocked);
+    for (size_t i = 0; i < COUNT(faults); i++) sigdelset(&blocked, faults[i]);
+    pthread_sigmask(SIG_SETMASK, &blocked, &host);   // threads inherit it
     p->amx = amx_allow();   // before there are threads, which inherit the permission
-    for (p->threads = 1; p->threads < threads; p->threads++) {
-        if (pthread_create(&p->thread[p->threads - 1], NULL, pool_thread, p) == 0) continue;
-        pool_close(p);
-        return NULL;
-    }
-    return p;
+    bool ok = true;
+    for (p->threads = 1; ok && p->threads < threads; p->threads += ok)
+        ok = !pthread_create(&p->thread[p->threads - 1], NULL, pool_thread, p);
+    pthread_sigmask(SIG_SETMASK, &host, NULL);
+    if (ok) return p;
+    pool_close(p);
+    return NULL;
 }
 
 static void parallel(Pool *p, TaskFn *fn, void *ctx, int n) {
@@ -8401,6 +8410,13 @@ typedef struct {
     bool cut, done;                  // the terminal has cut a line; nothing more is to be read
 } Line;
 
+// a file that is written: whole, before it replaces an old one
+typedef struct {
+    FILE *f;
+    char *old;                       // the regular file that is there, or NULL
+    char part[PATH_MAX + 16];        // what is removed if anything fails: f's name, or ""
+} Output;
+
 // all of one call of the program
 typedef struct {
     // What was asked for: main sets defaults, parse_options the rest; the model may change `o`.
@@ -8417,10 +8433,12 @@ typedef struct {
     Error e;
     Model m;
     Text template, text;             // the model's or --template's; PROMPT and what the file holds
+    size_t file_at;                  // where the latter begins
     Tokens ids;                      // of the prompt, from --tokens, or what --bench runs
     Session s;
     void *work;                      // of one mode: a piece of text, an embedding, ...
-    FILE *out;                       // of --logits
+    size_t slices;                   // of `work`, which --info and --bench read
+    Output out;                      // of --logits
     // One answer: chat_ids and reply begin it, print_token adds to it.
     Detokenizer detokenizer;
     Text answer;                     // in a chat
@@ -8505,7 +8523,7 @@ static const Option OPTIONS[] = {
     {"-m MODEL", TEXT, AT(model), 0, 0, "the model, and -p PROMPT the prompt, not as arguments"},
     {"-p PROMPT", TEXT, AT(prompt), 0, 0, NULL},
     {"-f FILE", TEXT, AT(file), 0, 0, "prompt from a file, - for stdin; behind PROMPT, if given"},
-    {"-i", SWITCH, AT(chat), 0, 0, "chat, turn after turn; -f FILE goes on with it"},
+    {"-i", SWITCH, AT(chat), 0, 0, "chat, turn after turn; -f FILE goes on with a saved one"},
     {"--chat", SWITCH, AT(answer_once), 0, 0, "PROMPT through the template, one answer"},
     {"--system TEXT", TEXT, AT(system), 0, 0, "the system message of a chat; @FILE reads it"},
     {"--think on|off", TEXT, AT(think), 0, 0, "thoughts or none, where the template has a switch"},
@@ -8558,10 +8576,13 @@ static void print_usage(void) {
     putchar('\n');
 }
 
-// Stores a value: a text, a number, or numbers with commas. False: it is none, or out of range.
+// Stores a value: a text, a number, or numbers with commas; in a LIST blanks part them, too, as
+// --tokenize prints them. False: it is none, or out of range.
 static bool parse_value(Cli *cli, const Option *o, const char *text) {
     void *at = (char *)cli + o->at;
     Tokens *list = o->kind >= LIST ? at : NULL;
+    const char *blanks = list ? " \t\r\n" : "";
+    bool comma;
     char *end;
     cli->given |= (uint64_t)1 << (o - OPTIONS);
     if (o->kind == SWITCH) *(bool *)at = true;
@@ -8579,21 +8600,48 @@ static bool parse_value(Cli *cli, const Option *o, const char *text) {
         if (o->kind == INTEGER) *(int *)at = x;
         if (o->kind == SEED) *(uint64_t *)at = integer;
         if (list && !tokens_add(list, x)) return fail(&cli->e, "out of memory");
-        text = end + 1;
-    } while (list && *end == ',');
-    return !*end && (o->kind != PAIR || list->n == 2);
+        text = end + strspn(end, blanks);
+        comma = list && *text == ',';
+        if (comma) text += 1 + strspn(text + 1, blanks);
+    } while (comma || (o->kind == LIST && text > end && *text));
+    return !*text && (o->kind != PAIR || list->n == 2);
+}
+
+// the row of an option whose name has n bytes, or NULL
+static const Option *find_option(const char *name, size_t n) {
+    const Option *o = OPTIONS, *end = OPTIONS + COUNT(OPTIONS);
+    while (o < end && (strncmp(name, o->usage, n) || (o->usage[n] && o->usage[n] != ' '))) o++;
+    return o < end ? o : NULL;
+}
+
+// Names the option that was meant, if it has another name elsewhere, or a = before its value.
+static bool unknown_option(Cli *cli, const char *name) {
+    static const struct { const char *here, *elsewhere; } names[] = {
+        {"--gpu", "-ngl --n-gpu-layers --gpu-layers"}, {"-m", "--model"}, {"-t", "--threads"},
+        {"-c", "--ctx-size --n-ctx --context"}, {"-n", "--n-predict --predict --max-tokens"},
+        {"-b", "--batch-size --ubatch-size -ub"}, {"-p", "--prompt"}, {"-f", "--file"},
+        {"-i", "-cnv --conversation --interactive"}, {"--temp", "--temperature"}, {"--seed", "-s"},
+        {"--template", "--chat-template --chat-template-file"}, {"--ppl", "--perplexity"},
+        {"--system", "-sys --system-prompt"}, {"--draft", "--draft-max"}, {"-v", "--verbose"}};
+    Str given = {name, strcspn(name, "=")};
+    const Option *o = find_option(given.s, given.n);
+    for (size_t i = 0; i < COUNT(names); i++)
+        if (is(given, names[i].elsewhere)) o = find_option(names[i].here, strlen(names[i].here));
+    if (o) return fail(&cli->e, "unknown option %s: here it is %s; see --help", name, o->usage);
+    return fail(&cli->e, "unknown option %s; see --help, and put -- before a PROMPT that begins "
+                "with -", name);
 }
 
 // Stores the option argv[*i]. If it takes a value, *i becomes that one's place.
 static bool read_option(Cli *cli, char **argv, int *i) {
     static const char *const what[] = {
         [NUMBER] = "a number", [INTEGER] = "a whole number", [SEED] = "a whole number",
-        [LIST] = "whole numbers and commas", [PAIR] = "two whole numbers and a comma"};
+        [LIST] = "whole numbers and commas or blanks", [PAIR] = "two whole numbers and a comma"};
     const char *name = argv[*i], *value = argv[*i + 1];
-    const Option *o = OPTIONS, *end = OPTIONS + COUNT(OPTIONS);
-    size_t n = strlen(name);
-    while (o < end && (strncmp(name, o->usage, n) || (o->usage[n] && o->usage[n] != ' '))) o++;
-    if (o == end) return fail(&cli->e, "unknown option %s; see --help", name);
+    const Option *o = find_option(name, strlen(name));
+    if (!o) return unknown_option(cli, name);
+    if (cli->given >> (o - OPTIONS) & 1 && is(str(name), "-p -f --tokens --ppl"))
+        return fail(&cli->e, "two prompts: %s is given twice", name);
     bool pair = value && (strchr(value, ',') || !value[strspn(value, "0123456789")]);
     if (o->kind == PAIR && !pair) value = "512,128";   // what comes next is something else
     else if (o->kind != SWITCH) ++*i;
@@ -8601,8 +8649,8 @@ static bool read_option(Cli *cli, char **argv, int *i) {
     if (parse_value(cli, o, value)) return true;
     cli->failure = cli->e.text[0] ? 1 : 2;   // 1: out of memory
     return cli->failure == 2 &&
-           fail(&cli->e, "%s: expected %s from %.10g to %.10g, not '%s'", o->usage, what[o->kind],
-                o->low, o->high, value);
+           fail(&cli->e, "%s: expected %s from %.10g to %.10g, not '%s': %s", o->usage,
+                what[o->kind], o->low, o->high, value, o->help);
 }
 
 static bool uses_template(const Cli *cli) { return cli->chat || cli->answer_once || cli->render; }
@@ -8699,6 +8747,83 @@ static bool read_file(Cli *cli, const char *path, Text *t) {
     return ok;
 }
 
+// Is a file a model, or does this call read it? A chat that -f began may be saved there.
+static bool is_input(const Cli *cli, const char *path, const struct stat *st) {
+    const char *system = cli->system && *cli->system == '@' ? cli->system + 1 : NULL;
+    const char *inputs[] = {system, cli->template_file, cli->chat ? NULL : cli->file};
+    char magic[4] = "";
+    FILE *f = fopen(path, "rb");
+    bool found = f && fread(magic, 4, 1, f) && !memcmp(magic, "GGUF", 4);
+    if (f) fclose(f);
+    for (size_t i = 0; i < COUNT(inputs); i++) {
+        struct stat in;
+        if (!inputs[i]) continue;
+        int missing = strcmp(inputs[i], "-") ? stat(inputs[i], &in) : fstat(STDIN_FILENO, &in);
+        if (!missing && in.st_dev == st->st_dev && in.st_ino == st->st_ino) found = true;
+    }
+    return found;
+}
+
+// Opens a file beside the old one that it will replace. If that would change the old one's owner,
+// or part it from other names that it has, the new one has no name, and will be copied.
+static FILE *open_beside(Output *out, const struct stat *old) {
+    int folder = strrchr(out->old, '/') - out->old;
+    snprintf(out->part, sizeof out->part, "%.*s/.llm.%d", folder, out->old, (int)getpid());
+    FILE *f = fopen(out->part, "wbx+");
+    if (f && old->st_nlink == 1 && !fchown(fileno(f), old->st_uid, old->st_gid) &&
+        !fchmod(fileno(f), old->st_mode)) return f;
+    if (f) remove(out->part);
+    out->part[0] = 0;
+    return f ? f : tmpfile();
+}
+
+// Opens what is to be written to a path. An old file stays as it is until output_close.
+static bool output_open(Cli *cli, Output *out, const char *path) {
+    struct stat st;
+    *out = (Output){.f = stdout};
+    if (!strcmp(path, "-")) return true;
+    out->f = fopen(path, "wbx");
+    if (out->f) return snprintf(out->part, sizeof out->part, "%s", path) > 0;
+    out->old = realpath(path, NULL);
+    bool regular = out->old && !stat(out->old, &st) && S_ISREG(st.st_mode), ok = true;
+    if (regular && is_input(cli, out->old, &st))
+        ok = fail(&cli->e, "%s: this is a model, or is read now: it is not overwritten", path);
+    else if (!regular) out->f = fopen(path, "wb");   // a device, or a link to where nothing is
+    else if (!access(out->old, W_OK)) out->f = open_beside(out, &st);
+    if (ok && !out->f) ok = fail(&cli->e, "%s: %s", path, strerror(errno));
+    if (ok && regular) return true;
+    free(out->old);
+    out->old = NULL;
+    return ok;
+}
+
+// Writes all of a file over another one, which stays the same file.
+static bool copy_over(FILE *from, const char *path) {
+    char part[1 << 16];
+    size_t n;
+    FILE *to = fopen(path, "wb");
+    rewind(from);
+    while (to && !ferror(to) && (n = fread(part, 1, sizeof part, from)) > 0) fwrite(part, 1, n, to);
+    bool ok = to && !ferror(from) && !ferror(to);
+    return to && !fclose(to) && ok;
+}
+
+// Puts what was written into its place; if it is not ok or cannot be written, the old file stays,
+// and of a new one nothing.
+static bool output_close(Cli *cli, Output *out, const char *path, bool ok) {
+    FILE *f = out->f;
+    if (f == stdout) return ok;   // main looks for errors
+    bool done = ok && !fflush(f) && !ferror(f) && (!out->old || !fsync(fileno(f)));
+    bool moved = done && out->old && *out->part && !rename(out->part, out->old);
+    if (done && out->old && !moved) done = copy_over(f, out->old);
+    if (ok && !done) fail(&cli->e, "%s: %s", path, strerror(errno));
+    if (fclose(f) && done) done = fail(&cli->e, "%s: %s", path, strerror(errno));
+    if (*out->part && !moved && (out->old || !done)) remove(out->part);
+    else if (!done && !out->old) (void)!truncate(path, 0);
+    free(out->old);
+    return done;
+}
+
 // Text that a user gives must be UTF-8; the library itself takes any bytes.
 static bool check_utf8(Cli *cli, const Text *t) {
     for (size_t i = 0, used; i < t->n; i += used) {
@@ -8758,57 +8883,53 @@ static bool names_role(Str line) {
 
 // Makes messages of the given text. A file is a conversation if its first line is @system, @user or
 // @assistant: each such line begins a message. A backslash stands before one that is text. Lines
-// end as the first one does, with \n or \r\n. All other text is one message of the user.
+// end as the first one does, with \n or \r\n. PROMPT is what the user says next. All other text is
+// one message of the user, but text before a conversation would be a second prompt.
 static bool chat_read(Cli *cli) {
-    Str rest = {cli->text.s, cli->text.n}, role = NOTHING;
+    Str rest = {cli->text.s + cli->file_at, cli->text.n - cli->file_at}, role = NOTHING;
+    const char *start = rest.s;
     Text t = {0};
-    bool ok = true, crlf = false;
+    bool ok = true, crlf = false, plain = !cli->file;
     while (ok && rest.s) {
         Str line = cut_line(&rest);
         bool cr = line.n && line.s[line.n - 1] == '\r';
-        if (!role.n) crlf = cr;   // the first line
-        if (!role.n && !cr && rest.s && cli->text.s[cli->text.n] == '\r') rest.n++;
+        if (line.s == start) crlf = cr;
+        if (line.s == start && !cr && rest.s && cli->text.s[cli->text.n] == '\r') rest.n++;
         if (cr && crlf) line.n--;
         bool named = names_role(line), begins = named && *line.s == '@';
-        if (!role.n && !(begins && cli->file && !cli->prompt))
-            return chat_add(cli, str("user"), &cli->text);
+        if (line.s == start && !begins) plain = true;
+        if (plain && begins && cli->file) {
+            cli->failure = 2;
+            ok = fail(&cli->e, "two prompts: a conversation begins with its first line, not with "
+                      "text before %.*s", STR_ARG(line));
+        }
+        if (plain) continue;
         if (named) line = str_from(line, 1);   // less its @, or its backslash
         if (begins && role.n) ok = chat_add(cli, role, &t);
         if (begins) role = line;
         else ok = (!t.s || text_add(cli, &t, "\n", 1)) && text_add(cli, &t, line.s, line.n);
     }
-    ok = ok && chat_add(cli, role, &t);
+    ok = ok && (plain ? chat_add(cli, str("user"), &cli->text) : chat_add(cli, role, &t));
+    if (ok && !plain && cli->prompt)
+        ok = text_add(cli, &t, cli->prompt, strlen(cli->prompt)) && chat_add(cli, str("user"), &t);
     free(t.s);
     return ok;
 }
 
-// Writes the conversation as chat_read reads it, beside a file that is there, then in its place.
+// Writes the conversation as chat_read reads it.
 static bool chat_save(Cli *cli, const char *path) {
-    struct stat st;
-    char part[PATH_MAX + 16], *old = strcmp(path, "-") ? realpath(path, NULL) : NULL;
-    bool beside = old && !access(old, W_OK) && !stat(old, &st) && S_ISREG(st.st_mode);
-    if (beside) snprintf(part, sizeof part, "%s.%d", old, (int)getpid());
-    const char *name = beside ? part : path;
-    FILE *f = strcmp(path, "-") ? fopen(name, "wx") : stdout;
-    FILE *made = f == stdout ? NULL : f;
-    if (!f && !beside) f = fopen(path, "w");   // a device, or a link to where nothing is
-    if (f && beside) fchmod(fileno(f), st.st_mode);
-    for (const ChatMessage *m = cli->message; f && m < cli->message + cli->n_message; m++) {
-        fprintf(f, "@%.*s\n", STR_ARG(m->role));
+    Output out;
+    if (!output_open(cli, &out, path)) return false;
+    for (const ChatMessage *m = cli->message; m < cli->message + cli->n_message; m++) {
+        fprintf(out.f, "@%.*s\n", STR_ARG(m->role));
         for (Str rest = m->content; rest.s;) {
             Str line = cut_line(&rest);
-            if (names_role(line)) putc('\\', f);
-            fwrite(line.s, 1, line.n, f);
-            putc('\n', f);
+            if (names_role(line)) putc('\\', out.f);
+            fwrite(line.s, 1, line.n, out.f);
+            putc('\n', out.f);
         }
     }
-    bool ok = f && !fflush(f) && !ferror(f);
-    if (f && f != stdout) ok = !fclose(f) && ok;
-    ok = ok && (!beside || !rename(part, old));
-    if (!ok) fail(&cli->e, "%s: %s", path, strerror(errno));
-    if (!ok && made) remove(name);
-    free(old);
-    return ok;
+    return output_close(cli, &out, path, true);
 }
 
 static bool chat_render(Cli *cli, const ChatMessage *m, size_t n, int think, Rendered *r) {
@@ -9047,6 +9168,7 @@ static bool load_prompt(Cli *cli) {
     if (prompt && !text_add(cli, text, prompt, strlen(prompt))) return false;
     bool joins = file && text->n && !text_ends(text, "\n");
     if (joins && !text_add(cli, text, "\n", 1)) return false;
+    cli->file_at = text->n;
     if (file && !read_file(cli, file, text)) return false;
     if (!check_utf8(cli, text)) return false;
     if (uses_template(cli)) return chat_open(cli);
@@ -9165,7 +9287,8 @@ static bool reply(Cli *cli) {
     cli->began = 0;
     fflush(stdout);
     bool ok = session_generate(&cli->s, cli->ids.id, cli->ids.n, cli->n_predict,
-                               (OnToken){print_token, cli}, &cli->e);
+                               (OnToken){print_token, cli}, &cli->e) &&
+              !cli->e.text[0];   // print_token may have run out of memory
     double end = now();
     if (!cli->began) cli->began = end;
     else if (cli->s.history.n > cli->ids.n) cli->n_decoded += cli->s.history.n - cli->ids.n;
@@ -9179,14 +9302,25 @@ static bool reply(Cli *cli) {
     return ok;
 }
 
+// most megabytes of memory at once; on Linux getrusage counts what ran here before exec, too
+static double peak_mb(void) {
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    double mb = usage.ru_maxrss / (double)RSS_PER_MB, kb;
+    char line[256];
+    FILE *f = fopen("/proc/self/status", "r");
+    while (f && fgets(line, sizeof line, f))
+        if (sscanf(line, "VmHWM: %lf", &kb) == 1) mb = kb / RSS_PER_MB;
+    if (f) fclose(f);
+    return mb;
+}
+
 // Speeds of all prompts and answers so far. What was reused was not evaluated.
 static void print_statistics(const Cli *cli) {
     const Session *s = &cli->s;
-    struct rusage usage;
     size_t n = cli->n_prompts - cli->n_reused;
     double seconds = cli->decode > 0 ? cli->decode : INFINITY;   // a clock may be coarse
     if (!cli->prefill) return;
-    getrusage(RUSAGE_SELF, &usage);
     fprintf(stderr, "prefill %zu tokens %.1f tok/s, ", n, n / cli->prefill);
     if (cli->chat || cli->n_reused)
         fprintf(stderr, "reused %zu of %zu tokens, ", cli->n_reused, cli->n_prompts);
@@ -9194,7 +9328,7 @@ static void print_statistics(const Cli *cli) {
     if (cli->n_passes)   // the first token came from the prompt's pass
         fprintf(stderr, " %.1f tok/s %.1f GB/s", cli->n_decoded / seconds,
                 cli->n_passes / seconds * token_bytes(s, (int)s->history.n) * 1e-9);
-    fprintf(stderr, ", peak %.0f MB, seed %llu, %s", usage.ru_maxrss / (double)RSS_PER_MB,
+    fprintf(stderr, ", peak %.0f MB, seed %llu, %s", peak_mb(),
             (unsigned long long)cli->o.sampling.seed, s->gpu ? GPU_NAME : "cpu");
     int layers = gpu_layers(s), all = s->m->config.n_layer;
     fprintf(stderr, layers && layers < all ? " %d/%d\n" : "\n", layers, all);
@@ -9234,7 +9368,7 @@ static void print_unread(const Model *m) {
 static void print_notes(const Cli *cli) {
     const Session *s = &cli->s;
     const Config *c = &cli->m.config;
-    int n = cli->ids.n, window = s->o.window;
+    int window = s->o.window;
     if (*cli->m.tokenizer->note) note("%s", cli->m.tokenizer->note);
     if (!s->m) return;   // the model did not run
     print_unread(&cli->m);
@@ -9249,21 +9383,26 @@ static void print_notes(const Cli *cli) {
     else if (cli->o.window > c->n_ctx)
         note("%s %d is larger than the model's context of %d",
              c->causal ? "-c" : "the text's length", window, c->n_ctx);
-    if (n > window && c->hd && !cli->ppl && !cli->bench.id && !cli->chat)
-        note("the first %d tokens of the prompt are out of sight; -c %d keeps them", n - window, n);
     print_statistics(cli);
+}
+
+// notes once that n tokens of a chat are more than its window
+static void note_outgrown(Cli *cli, size_t n) {
+    const Session *s = &cli->s;
+    bool outgrown = cli->m.config.hd && !s->o.keep && n > (size_t)s->o.window;
+    if (outgrown && !cli->outgrown)
+        note("the chat's beginning, a system message first, goes out of sight now; --keep N pins "
+             "the first N tokens");
+    cli->outgrown = outgrown;
 }
 
 // Answers the last message, or drops it. One Ctrl-C ends the answer, a second one the chat.
 static bool chat_answer(Cli *cli) {
     Text *a = &cli->answer;
-    const Session *s = &cli->s;
-    bool ok = chat_ids(cli) && (reply(cli) || interrupted == STOP);
-    bool outgrown = cli->m.config.hd && !s->o.keep && s->history.n > (size_t)s->o.window;
-    if (outgrown && !cli->outgrown)
-        note("the chat's beginning, a system message first, goes out of sight now; --keep N pins "
-             "the first N tokens");
-    cli->outgrown = outgrown;
+    bool ok = chat_ids(cli);
+    if (ok) note_outgrown(cli, cli->ids.n);
+    ok = ok && (reply(cli) || interrupted == STOP);
+    note_outgrown(cli, cli->s.history.n);
     if (interrupted == STOP) interrupted = cli->e.text[0] = 0;
     if (a->n && strstr(a->s, "<|channel|>")) a->n = 0;   // gpt-oss has only thought
     ok = ok && chat_add(cli, str("assistant"), a);
@@ -9308,22 +9447,15 @@ static bool write_row(void *ctx, int i, const float *logits) {
     Cli *cli = ctx;
     size_t n = cli->m.config.n_vocab;
     (void)i;
-    return fwrite(logits, sizeof *logits, n, cli->out) == n;
+    return fwrite(logits, sizeof *logits, n, cli->out.f) == n;
 }
 
-// Writes the logits of every token to a file. If that fails, no part of it is left behind.
+// Writes the logits of every token to a file.
 static bool run_logits(Cli *cli) {
-    cli->out = strcmp(cli->logits, "-") ? fopen(cli->logits, "wbx") : stdout;
-    bool made = cli->out;   // or else something is there, such as a link
-    if (!made) cli->out = fopen(cli->logits, "wb");
-    if (!cli->out) return fail(&cli->e, "%s: %s", cli->logits, strerror(errno));
+    if (!output_open(cli, &cli->out, cli->logits)) return false;
     Request all = {cli->ids.id, cli->ids.n, .fn = write_row, .ctx = cli};
-    bool ok = session_run(&cli->s, all, &cli->e), failed = ferror(cli->out);
-    if (cli->out == stdout) return ok || failed;   // main says so
-    if (fclose(cli->out) || failed) ok = fail(&cli->e, "%s: %s", cli->logits, strerror(errno));
-    if (!ok && made) remove(cli->logits);
-    else if (!ok) (void)!truncate(cli->logits, 0);
-    return ok;
+    bool ok = session_run(&cli->s, all, &cli->e) || ferror(cli->out.f);
+    return output_close(cli, &cli->out, cli->logits, ok);
 }
 
 typedef struct { const int32_t *ids; int n_vocab, count; double nll, squares; } Score;
@@ -9411,10 +9543,13 @@ static void read_slice(Task t) {
 
 // bytes a second that all threads read of cli->work, or that the GPU copies
 static double read_rate(Cli *cli) {
-    double gpu = gpu_rate(&cli->s, cli->work, (size_t)SLICES * SLICE), start = now();
-    if (gpu > 0) return gpu;
-    parallel(cli->s.pool, read_slice, cli->work, SLICES);
-    return (double)SLICES * SLICE / (now() - start);
+    for (size_t n = cli->slices * SLICE; n >= SLICE; n /= 2) {   // a GPU may have less room
+        double gpu = gpu_rate(&cli->s, cli->work, n);
+        if (gpu > 0) return gpu;
+    }
+    double start = now();
+    parallel(cli->s.pool, read_slice, cli->work, cli->slices);
+    return (double)cli->slices * SLICE / (now() - start);
 }
 
 // Measures random ids: a prompt, then RUNS parts of tokens, and between these how fast memory is.
@@ -9459,7 +9594,7 @@ static void print_str(Str s, size_t most) {
 }
 
 static void print_meta(const Meta *m) {
-    Cursor c = {m->v, m->end, false};
+    Reader c = {m->v, m->end, false};
     int digits = m->elem == GGUF_F32 || m->elem == GGUF_F64 ? 9 : 20;
     print_str(m->key, 100);
     printf(m->type == GGUF_ARR ? " = [%llu]" : " =", (unsigned long long)m->n);
@@ -9587,10 +9722,13 @@ static bool start_session(Cli *cli) {
     cli->s.ctx = cli;
     size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows;   // of pool_row
     size_t room = larger(wide * 2 * sizeof(double), m->tokenizer->detokenize_max);
-    if (cli->bench.id || cli->info) room = (size_t)SLICES * SLICE;
+    bool measures = cli->bench.id || cli->info;
+    if (measures) room = (size_t)SLICES * SLICE;
     room = (room + 16383) / 16384 * 16384;
-    cli->work = aligned_alloc(16384, room);   // whole pages, for a GPU to share
+    do cli->work = aligned_alloc(16384, room);   // whole pages, for a GPU to share
+    while (!cli->work && measures && (room /= 2) >= SLICE);
     if (!cli->work) return fail(&cli->e, "out of memory");
+    cli->slices = room / SLICE;
     memset(cli->work, 0, room);
     return true;
 }
@@ -9630,6 +9768,9 @@ static bool run(Cli *cli) {
     if (embeds && !cli->embed && !cli->info)
         return fail(&cli->e, "%s: %s is for embeddings; use --embed", cli->model, m->config.name);
     if (!start_session(cli)) return false;
+    int n = cli->ids.n, window = cli->s.o.window;
+    if (n > window && m->config.hd && !cli->ppl)
+        note("the first %d tokens of the prompt are out of sight; -c %d keeps them", n - window, n);
     if (cli->info) return print_info(cli);
     if (cli->ppl) return run_ppl(cli);
     if (cli->bench.id) return run_bench(cli);
@@ -9659,6 +9800,11 @@ int main(int argc, char **argv) {
     const char *term = getenv("TERM"), *plain = getenv("NO_COLOR");
     cli.dumb = term && !strcmp(term, "dumb");
     cli.dims = isatty(STDOUT_FILENO) && !cli.dumb && !(plain && *plain);
+    int waits[3];   // a write, and a read, waits, also where whoever began llm would not
+    for (int i = 0; i < 3; i++) {
+        waits[i] = fcntl(i, F_GETFL);
+        if (waits[i] & O_NONBLOCK) fcntl(i, F_SETFL, waits[i] & ~O_NONBLOCK);
+    }
     bool ok = parse_options(&cli, argc, argv) && run(&cli);
     if (ok && (fflush(stdout) || ferror(stdout)))
         ok = fail(&cli.e, "standard output: %s", strerror(errno));
@@ -9671,6 +9817,8 @@ int main(int argc, char **argv) {
     void *owned[] = {cli.message, cli.said.s, cli.last.s, cli.answer.s, cli.template.s, cli.text.s,
                      cli.ids.id, cli.bench.id, cli.work};
     for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
+    for (int i = 0; i < 3; i++)
+        if (waits[i] & O_NONBLOCK) fcntl(i, F_SETFL, waits[i]);
     if (interrupted) return 130;
     return ok ? 0 : cli.failure;
 }
