@@ -23,14 +23,22 @@ endif
 # for the one in software, [[attributes]] in C
 PROBE = _Float16 x; $(if $(METAL),,void f(int y [[x]]);)
 KNOWN := $(shell echo '$(PROBE)' | $(CC) -std=gnu11 -x c -c -o /dev/null - 2>/dev/null && echo yes)
-TEST_LIBS = $(if $(KNOWN),$(or $(METAL),-DLLM_METAL -rdynamic -ldl)) $(LIBS)
+LINK = test.c $(if $(KNOWN),$(or $(METAL),-DLLM_METAL -rdynamic -ldl)) $(LIBS)
 SANITIZE = -fno-sanitize-recover=all -fsanitize=address,undefined
 AVX2 := $(if $(filter x86_64,$(shell uname -m)),-mavx2 -mfma -mf16c)
 
 # you want to use it
 all: llm
-llm: $(ENGINE)
-	$(CC) $(WARN) -Wshadow $(NATIVE) $(CPPFLAGS) $(CFLAGS) $(LDFLAGS) llm.c -o $@ $(LIBS) $(GPU)
+llm: FLAGS = -Wshadow $(NATIVE) $(CFLAGS)
+llm: LINK = llm.c $(LIBS) $(GPU)
+llm: $(ENGINE) llm.flags
+	$(BUILD)
+# Another command builds anew. But if no flags are given, `make install` takes what is there.
+BUILD = $(CC) $(WARN) $(CPPFLAGS) $(FLAGS) $(LDFLAGS) -o $(@:.flags=) $(LINK)
+GIVEN = $(foreach v,CC NATIVE CPPFLAGS CFLAGS LDFLAGS GPU,$(filter env% command,$(origin $v)))
+%.flags: always
+	@$(if $(GIVEN),,$(if $(filter install,$(MAKECMDGOALS)),test -e $@ ||)) { \
+	    new='$(subst ','\'',$(BUILD))'; echo "$$new" | cmp -s - $@ || echo "$$new" > $@; }
 
 # you want to see it work: a story of some 150 words, another one for each SEED
 SEED ?= 11
@@ -50,10 +58,10 @@ test_avx2: FLAGS = -g1 -O2 -ffp-contract=off $(AVX2)
 test_asan: FLAGS = -g1 -O1 $(NATIVE) $(SANITIZE)
 test_tsan: FLAGS = -g -O1 -fsanitize=thread
 test_cuda: FLAGS = $(NATIVE) $(CFLAGS) -DLLM_CUDA
-test_plain test_book test_cuda: TEST_LIBS = $(LIBS) -ldl
+test_plain test_book test_cuda: LINK = test.c $(LIBS) -ldl
 BUILDS = test_native test_plain test_words test_book test_avx2 test_asan test_tsan test_cuda
-$(BUILDS): test.c $(ENGINE)
-	$(CC) $(WARN) $(CPPFLAGS) $(FLAGS) $(LDFLAGS) test.c -o $@ $(TEST_LIBS)
+$(BUILDS): %: test.c $(ENGINE) %.flags
+	$(BUILD)
 
 # what the checkers run each time (`make valgrind`: all, slowly): AddressSanitizer talks into
 # metal_models, valgrind does not follow the command line. Kernels run where words are as on GPUs
@@ -83,7 +91,7 @@ SUM = awk '/^== / { name = substr($$0, 4) } \
 # runs at a time, the longest first; each says when it begins and how it ends, the logs come last
 CHECKS = native $(if $(shell command -v valgrind 2>&1),avx2) asan words plain book
 test:
-	@rm -f test*.log
+	@rm -f test.log $(CHECKS:%=test_%.log)
 	@$(MAKE) --no-print-directory -j2 $(CHECKS:%=test_%.log)
 	@cat $(CHECKS:%=test_%.log) > test.log; cat test.log
 	@$(if $(filter avx2,$(CHECKS)),,echo "valgrind is not installed: its tests were left out";) $(SUM)
@@ -236,7 +244,8 @@ bench scenarios: llm test_native test_plain
 	@eval "$$MEASURE"
 
 clean:
-	rm -rf llm test_* *.log
+	rm -rf llm llm.flags test.log test_arm test_fuzz test_fuzz.d \
+	    $(foreach b,$(BUILDS),$b $b.flags $b.log $b.dSYM)
 
 # paths may have blanks: the shell takes them from its environment
 export PREFIX DESTDIR
@@ -247,4 +256,4 @@ uninstall:
 	rm -f "$$DESTDIR$$PREFIX/bin/llm"
 
 .PHONY: all run test test-cuda bench-cuda valgrind test-arm tsan lint fuzz bench scenarios clean \
-    install uninstall
+    install uninstall always

@@ -8437,7 +8437,7 @@ typedef struct {
     Tokens ids;                      // of the prompt, from --tokens, or what --bench runs
     Session s;
     void *work;                      // of one mode: a piece of text, an embedding, ...
-    size_t slices;                   // of `work`, which --info and --bench read
+    size_t slices;                   // of `work`, which --bench reads
     Output out;                      // of --logits
     // One answer: chat_ids and reply begin it, print_token adds to it.
     Detokenizer detokenizer;
@@ -8607,29 +8607,19 @@ static bool parse_value(Cli *cli, const Option *o, const char *text) {
     return !*text && (o->kind != PAIR || list->n == 2);
 }
 
-// the row of an option whose name has n bytes, or NULL
-static const Option *find_option(const char *name, size_t n) {
-    const Option *o = OPTIONS, *end = OPTIONS + COUNT(OPTIONS);
-    while (o < end && (strncmp(name, o->usage, n) || (o->usage[n] && o->usage[n] != ' '))) o++;
-    return o < end ? o : NULL;
-}
-
-// Names the option that was meant, if it has another name elsewhere, or a = before its value.
-static bool unknown_option(Cli *cli, const char *name) {
-    static const struct { const char *here, *elsewhere; } names[] = {
-        {"--gpu", "-ngl --n-gpu-layers --gpu-layers"}, {"-m", "--model"}, {"-t", "--threads"},
-        {"-c", "--ctx-size --n-ctx --context"}, {"-n", "--n-predict --predict --max-tokens"},
-        {"-b", "--batch-size --ubatch-size -ub"}, {"-p", "--prompt"}, {"-f", "--file"},
-        {"-i", "-cnv --conversation --interactive"}, {"--temp", "--temperature"}, {"--seed", "-s"},
-        {"--template", "--chat-template --chat-template-file"}, {"--ppl", "--perplexity"},
-        {"--system", "-sys --system-prompt"}, {"--draft", "--draft-max"}, {"-v", "--verbose"}};
+// the row of an option, also by the name that it has elsewhere, or with = behind its name; or NULL
+static const Option *find_option(const char *name) {
+    static const char *const names[] = {   // first ours
+        "--gpu -ngl --n-gpu-layers --gpu-layers", "-m --model", "-p --prompt", "-c --ctx-size",
+        "-n --n-predict --predict --max-tokens", "-b --batch-size --ubatch-size", "-f --file",
+        "-t --threads", "--temp --temperature", "-i -cnv --conversation --interactive",
+        "--seed -s", "-v --verbose", "--system -sys --system-prompt", "--ppl --perplexity"};
     Str given = {name, strcspn(name, "=")};
-    const Option *o = find_option(given.s, given.n);
     for (size_t i = 0; i < COUNT(names); i++)
-        if (is(given, names[i].elsewhere)) o = find_option(names[i].here, strlen(names[i].here));
-    if (o) return fail(&cli->e, "unknown option %s: here it is %s; see --help", name, o->usage);
-    return fail(&cli->e, "unknown option %s; see --help, and put -- before a PROMPT that begins "
-                "with -", name);
+        if (is(given, names[i])) given = (Str){names[i], strcspn(names[i], " ")};
+    for (const Option *o = OPTIONS; o < OPTIONS + COUNT(OPTIONS); o++)
+        if (is(given, o->usage)) return o;
+    return NULL;
 }
 
 // Stores the option argv[*i]. If it takes a value, *i becomes that one's place.
@@ -8638,8 +8628,12 @@ static bool read_option(Cli *cli, char **argv, int *i) {
         [NUMBER] = "a number", [INTEGER] = "a whole number", [SEED] = "a whole number",
         [LIST] = "whole numbers and commas or blanks", [PAIR] = "two whole numbers and a comma"};
     const char *name = argv[*i], *value = argv[*i + 1];
-    const Option *o = find_option(name, strlen(name));
-    if (!o) return unknown_option(cli, name);
+    const Option *o = find_option(name);
+    if (!o) return fail(&cli->e, "unknown option %s; see --help, and put -- before a PROMPT that "
+                        "begins with -", name);
+    if (!str_eq((Str){o->usage, strcspn(o->usage, " ")}, name))
+        return fail(&cli->e, "unknown option %s: use %s, %s", name, o->usage,
+                    o->help ? o->help : "see --help");
     if (cli->given >> (o - OPTIONS) & 1 && is(str(name), "-p -f --tokens --ppl"))
         return fail(&cli->e, "two prompts: %s is given twice", name);
     bool pair = value && (strchr(value, ',') || !value[strspn(value, "0123456789")]);
@@ -8750,17 +8744,15 @@ static bool read_file(Cli *cli, const char *path, Text *t) {
 // Is a file a model, or does this call read it? A chat that -f began may be saved there.
 static bool is_input(const Cli *cli, const char *path, const struct stat *st) {
     const char *system = cli->system && *cli->system == '@' ? cli->system + 1 : NULL;
-    const char *inputs[] = {system, cli->template_file, cli->chat ? NULL : cli->file};
+    const char *in[] = {"/dev/stdin", system, cli->template_file, cli->chat ? NULL : cli->file};
     char magic[4] = "";
+    struct stat input;
     FILE *f = fopen(path, "rb");
     bool found = f && fread(magic, 4, 1, f) && !memcmp(magic, "GGUF", 4);
     if (f) fclose(f);
-    for (size_t i = 0; i < COUNT(inputs); i++) {
-        struct stat in;
-        if (!inputs[i]) continue;
-        int missing = strcmp(inputs[i], "-") ? stat(inputs[i], &in) : fstat(STDIN_FILENO, &in);
-        if (!missing && in.st_dev == st->st_dev && in.st_ino == st->st_ino) found = true;
-    }
+    for (size_t i = 0; i < COUNT(in); i++)
+        if (in[i] && !stat(in[i], &input) && input.st_dev == st->st_dev)
+            found = found || input.st_ino == st->st_ino;
     return found;
 }
 
@@ -9386,23 +9378,17 @@ static void print_notes(const Cli *cli) {
     print_statistics(cli);
 }
 
-// notes once that n tokens of a chat are more than its window
-static void note_outgrown(Cli *cli, size_t n) {
-    const Session *s = &cli->s;
-    bool outgrown = cli->m.config.hd && !s->o.keep && n > (size_t)s->o.window;
-    if (outgrown && !cli->outgrown)
-        note("the chat's beginning, a system message first, goes out of sight now; --keep N pins "
-             "the first N tokens");
-    cli->outgrown = outgrown;
-}
-
 // Answers the last message, or drops it. One Ctrl-C ends the answer, a second one the chat.
 static bool chat_answer(Cli *cli) {
     Text *a = &cli->answer;
+    const Options *o = &cli->s.o;
     bool ok = chat_ids(cli);
-    if (ok) note_outgrown(cli, cli->ids.n);
+    bool outgrown = cli->m.config.hd && !o->keep && cli->ids.n > (size_t)o->window;
+    if (outgrown && !cli->outgrown)
+        note("the chat's beginning, a system message first, is out of sight now; --keep N pins the "
+             "first N tokens");
+    cli->outgrown = outgrown;
     ok = ok && (reply(cli) || interrupted == STOP);
-    note_outgrown(cli, cli->s.history.n);
     if (interrupted == STOP) interrupted = cli->e.text[0] = 0;
     if (a->n && strstr(a->s, "<|channel|>")) a->n = 0;   // gpt-oss has only thought
     ok = ok && chat_add(cli, str("assistant"), a);
@@ -9634,8 +9620,8 @@ static void print_file(const Cli *cli) {
     fflush(stdout);
 }
 
-// what Config says, the kinds of layers, the memory plan, the speed that memory allows
-static bool print_info(Cli *cli) {
+// what Config says, the kinds of layers, the memory plan
+static bool print_info(const Cli *cli) {
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
     static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU",
                                        "ReLU", "xIELU"};
@@ -9669,7 +9655,7 @@ static bool print_info(Cli *cli) {
     if (c->n_loops > 1)
         printf("; the file has %d, which run %d times", c->n_layer / c->n_loops, c->n_loops);
     putchar('\n');
-    double weights = 0, nextn = 0, moved = token_bytes(s, 0), rate = 0;
+    double weights = 0, nextn = 0;
     for (const Tensor *t = m->gguf->tensors; t < m->gguf->tensors + m->gguf->n_tensors; t++) {
         Str rest = t->name;
         weights += tensor_bytes(t);
@@ -9683,11 +9669,7 @@ static bool print_info(Cli *cli) {
     if (s->gpu)
         printf("on the GPU: %d of %d layers, %.1f MB, chunks of %d\n", gpu_layers(s), c->n_layer,
                gpu_bytes(s) / 1048576, s->o.chunk);
-    for (int i = 0; i < RUNS; i++) rate = fmax(rate, read_rate(cli));
-    printf("speed: a token reads %.1f MB; ", moved / 1048576);
-    if (s->gpu) printf("the GPU copies");
-    else printf("%d threads read", s->o.threads);
-    printf(" %.1f GB/s here, so at most %.1f tok/s\n", rate * 1e-9, rate / moved);
+    printf("a token reads %.1f MB of these\n", token_bytes(s, 0) / 1048576);
     return true;
 }
 
@@ -9722,11 +9704,10 @@ static bool start_session(Cli *cli) {
     cli->s.ctx = cli;
     size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows;   // of pool_row
     size_t room = larger(wide * 2 * sizeof(double), m->tokenizer->detokenize_max);
-    bool measures = cli->bench.id || cli->info;
-    if (measures) room = (size_t)SLICES * SLICE;
+    if (cli->bench.id) room = (size_t)SLICES * SLICE;
     room = (room + 16383) / 16384 * 16384;
     do cli->work = aligned_alloc(16384, room);   // whole pages, for a GPU to share
-    while (!cli->work && measures && (room /= 2) >= SLICE);
+    while (!cli->work && cli->bench.id && (room /= 2) >= SLICE);
     if (!cli->work) return fail(&cli->e, "out of memory");
     cli->slices = room / SLICE;
     memset(cli->work, 0, room);
@@ -9800,11 +9781,9 @@ int main(int argc, char **argv) {
     const char *term = getenv("TERM"), *plain = getenv("NO_COLOR");
     cli.dumb = term && !strcmp(term, "dumb");
     cli.dims = isatty(STDOUT_FILENO) && !cli.dumb && !(plain && *plain);
-    int waits[3];   // a write, and a read, waits, also where whoever began llm would not
-    for (int i = 0; i < 3; i++) {
-        waits[i] = fcntl(i, F_GETFL);
-        if (waits[i] & O_NONBLOCK) fcntl(i, F_SETFL, waits[i] & ~O_NONBLOCK);
-    }
+    int flags[3];   // of the standard files, which shall wait: else a slow reader would lose text
+    for (int i = 0; i < 3; i++) flags[i] = fcntl(i, F_GETFL);
+    for (int i = 0; i < 3; i++) fcntl(i, F_SETFL, flags[i] & ~O_NONBLOCK);
     bool ok = parse_options(&cli, argc, argv) && run(&cli);
     if (ok && (fflush(stdout) || ferror(stdout)))
         ok = fail(&cli.e, "standard output: %s", strerror(errno));
@@ -9817,8 +9796,7 @@ int main(int argc, char **argv) {
     void *owned[] = {cli.message, cli.said.s, cli.last.s, cli.answer.s, cli.template.s, cli.text.s,
                      cli.ids.id, cli.bench.id, cli.work};
     for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
-    for (int i = 0; i < 3; i++)
-        if (waits[i] & O_NONBLOCK) fcntl(i, F_SETFL, waits[i]);
+    for (int i = 0; i < 3; i++) fcntl(i, F_SETFL, flags[i]);
     if (interrupted) return 130;
     return ok ? 0 : cli.failure;
 }
