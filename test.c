@@ -683,7 +683,6 @@ static void run_scenario(char **arg) {
     int n = atoi(arg[2]), answer = atoi(arg[3]), warm = n;
     Options o = {.window = atoi(arg[4]), .chunk = atoi(arg[5]), .threads = atoi(arg[6])};
     int32_t *ids = need((n + answer) * sizeof *ids);
-    struct rusage usage;
     if (!o.window) o.window = n + answer;   // all of the text
     for (int i = 0; i < n + answer; i++) ids[i] = random_bits() % 100000;
     double start = now(), first;
@@ -700,10 +699,9 @@ static void run_scenario(char **arg) {
     MUST(session_run, s, (Request){ids, n, n - 1, embed, NULL, NULL});
     first = now() - start;
     for (int i = 1; i <= answer; i++) MUST(session_eval, s, ids, n + i);
-    getrusage(RUSAGE_SELF, &usage);
     printf("ours %.1f %.1f ", 1000 * first, given / first);
     printf(answer ? "%.1f " : "- ", answer / (now() - start - first));
-    printf("%.0f\n", usage.ru_maxrss / (double)RSS_PER_MB);
+    printf("%.0f\n", peak_mb());
 }
 
 // KIND FILE PROMPT ANSWER THREADS (0: on the GPU): what guesses are worth where an answer is known,
@@ -3201,6 +3199,14 @@ static void test_cli_refusals(void) {
     static const struct { int status; const char *words, *says; } bad[] = {
         {2, "", "MODEL"}, {2, "$S", "PROMPT.*-f -"}, {2, "$S one two", "two"},
         {2, "$S one -p two", "prompts"}, {2, "$S -f x --tokens 1", "prompts"},
+        {2, "$S -f x -f y", "two prompts: -f"}, {2, "$S -p x -p y", "two prompts: -p"},
+        {2, "$S hi -ngl 99", "-ngl: use --gpu N, .* GPU"}, {2, "$S hi --temp=1", "use --temp T,"},
+        {2, "$S hi --model x", "use -m MODEL"}, {2, "$S '- item'", "put -- before a PROMPT"},
+        {2, "$S hi -c 0", "'0': .*the model's"}, {2, "$S hi --seed -1", "'-1': .*clock"},
+        {2, "$S --tokens 1,", "'1,'"}, {2, "$S --tokens 1,,2", "'1,,2'"},
+        {1, "$S -f $D/text --logits $D/text", "not overwritten"},
+        {1, "$D/model hi --logits $D/model", "not overwritten"},
+        {1, "$S --logits $D/text -f - <$D/text", "not overwritten"},
         {2, "$S one --ppl x", "prompts"}, {1, "$S hi --keep 2147483647", "2147483647 pinned"},
         {2, "$S --bench x", "--bench.*PROMPT"}, {2, "$S --bench 512x128", "--bench takes P,N"},
         {2, "$S hi --info", "--info.*PROMPT"}, {2, "$S --info --bench 1,1", "two modes.*--info"},
@@ -3224,6 +3230,7 @@ static void test_cli_refusals(void) {
     };
     Writer w = {.spoil = {NULL, KEY, "tokenizer.ggml.pre", GGUF_STR, 0, "ours"}};
     write_tiny(&w, scratch("rules"));
+    shell("cp $S $D/model; echo hi >$D/text");
     for (size_t i = 0; i < COUNT(bad); i++) check_refusal(bad[i].status, bad[i].words, bad[i].says);
     for (size_t i = 0; i < COUNT(options); i++) {
         int name = strcspn(options[i], " ");
@@ -3231,7 +3238,8 @@ static void test_cli_refusals(void) {
         const char *says = text_of("%.*s[^\n]*%s", name, options[i], value);
         check_refusal(2, text_of("$S hi %s", options[i]), says);
     }
-    check_llm("llm $D/rules --tokens 0,2 -n 1", 0, "", "^note: .*'ours'[^\n]*\nprefill [^\n]*\n$");
+    check_llm("cmp $S $D/model && cat $D/text", 0, "^hi\n$", "^$");
+    check_llm("llm $D/rules --tokens '0, 2 ' -n 1", 0, "", "^note: .*'ours'[^\n]*\nprefill [^\n]*\n$");
     check_llm("llm golden/tok/spm.gguf --info", 0,
               "^([a-z0-9_.]+ = [^\n]*\n)+\nno tensors[^\n]*\n$", "^$");
     check_llm("llm $S hi -n 1 --keep 1024 --gpu block --cpu", 0, "^hi[^\n]*\n$",
@@ -3300,7 +3308,8 @@ static void test_cli_completion(void) {
     shell("llm $S 'Once upon a time' -n 20");   // the seed comes from the clock
     CHECK(strcmp(cli.out, first), "no --seed, and the same text");
     check_llm("llm $S Once -n 2 -c 2000", 0, "", "^note: -c 2000 .* 1024\nprefill .*\n$");
-    check_llm("llm $S 'Once upon a time' -n 2 -c 3", 0, "", "^note: .* 2 tokens .*-c 5.*\nprefill");
+    check_llm("llm $S 'Once upon a time' -n 2 -c 3 2>&1", 0,   // said before it is read
+              "^note: .* 2 tokens .*-c 5[^\n]*\nOnce upon a time.*\nprefill", "");
     check_llm("printf 'a\\000b' | llm $S -f - -n 0 | tr '\\000' 0", 0, "^a0b\n$", "");
     check_llm("llm $S Once -n 5 >/dev/full", 1, "^$", "standard output");
     check_llm("llm --help >/dev/full", 1, "^$", "standard output");
@@ -3476,8 +3485,12 @@ static const struct { const char *command, *out, *err; int status; } CHATS[] = {
      "user<.message.>a<.*>\nb<.*>c<"},
     {"printf '@user\na\n@assistant\nb' | llm $C --chat -f - --tokenize", " 85 67\n$"},
     {"printf '@user\n\\\\@user\nb' | llm $C --render", "<.message.>@user\nb<.end.>"},
-    {"printf '{{ messages[0].content }}!' >$D/t; printf '@user' | "
-     "llm $S --render a -f - --template $D/t", "^a\n@user!$"},
+    {"printf '{{ messages[0].content }}!' >$D/t; printf 'b' | "
+     "llm $S --render a -f - --template $D/t", "^a\nb!$"},
+    {"printf '@user\nb\n@assistant\nc' | llm $C --render a -f -",   // goes on with PROMPT
+     "user<.message.>b<.*assistant<.message.>c<.*user<.message.>a<"},
+    {"printf 'a\n@user\nb' | llm $C --chat -f -", "^$", "two prompts:.*@user\n$", 2},
+    {"llm $C --chat a --render && llm $C -i a --render", "a<.*a<"},
     // what cannot be saved is an error, and what was saved before stays, also behind a link
     {"printf '\357\273\277a\n/save /dev/full\nb' | llm $C -i -c 8 -n 1", "",
      "^note: [^\n]*--keep[^\n]*\nllm: /dev/full: No space[^\n]*\n$", 1},
