@@ -3475,7 +3475,8 @@ static const struct { const char *command, *out, *err; int status; } CHATS[] = {
      "^<.start.>system<.message.>b<.end.><.start.>user<.message.>a<"},
     {"printf 'a\\377' | llm $C -i", "", "byte 1", 1},
     {"llm $C --info -v", "padding_token_id = 4294967295\n"},
-    // --tokenize shows the EOS that the file asks for, but a text that goes on has none
+    // --tokenize and --embed have the EOS that the file asks for, but a text that goes on has none
+    {"test \"$(llm $C a --embed)\" = \"$(llm $C --tokens 96,66,98 --embed)\"", "^$"},
     {"llm $C a --tokenize", "^96 66 98\n$"}, {"llm $C a -n 0", "", "^prefill 2 tokens"},
     {"printf '@system\nA\n\n@user\n@assistant\nb\n@users\n@user\r\n@user\nc\r\n' | llm $C --render",
      "^<.start.>system<.message.>A\n<.end.><.start.>user<.message.><.end.>"
@@ -3492,10 +3493,17 @@ static const struct { const char *command, *out, *err; int status; } CHATS[] = {
     {"printf 'a\n@user\nb' | llm $C --chat -f -", "^$", "two prompts:.*@user\n$", 2},
     {"llm $C --chat a --render && llm $C -i a --render", "a<.*a<"},
     // what cannot be saved is an error, and what was saved before stays, also behind a link
-    {"printf '\357\273\277a\n/save /dev/full\nb' | llm $C -i -c 8 -n 1", "",
-     "^note: [^\n]*--keep[^\n]*\nllm: /dev/full: No space[^\n]*\n$", 1},
+    {"mkdir -m 777 $D/w; printf '\357\273\277a\n/save '$D/w'\nb' | llm $C -i -c 8 -n 1", "",
+     "^note: [^\n]*--keep[^\n]*\nllm: [^\n]*/w: Is a directory\n$", 1},
+    {"cp $C $D/m; printf 'a\n/save '$D/m | llm $D/m -i -n 0; cmp $C $D/m", "", "not overwritten\n$"},
+    // a pipe stays one, a long name is no trouble, and another name sees what is new
+    {"mkfifo $D/w/p; cat $D/w/p & printf 'a\n/save '$D/w/p | llm $C -i -n 0; wait; test -p $D/w/p",
+     "^\n@user\na\n@assistant\n\n$", "^prefill"},
+    {"n=$D/w/$(printf %255s | tr ' ' n); : >$n; for i in 1 2; do printf 'a\n/save '$n | "
+     "llm $C -i -n 0 2>&1 >$D/o; ln $n $D/w/h$i; done; cat $D/w/h1; ls -A $D/w | cut -c 1-2",
+     "^pre[^\n]*\npre[^\n]*\n@user\na\n@assistant\n\nh1\nh2\nnn\np\n$", ""},
     {"(cd $D; echo old >a; chmod 640 a; ln -s a l); (ulimit -f 0; printf 'a\n/save '$D/l|"
-     "llm $C -i -n 0 2>&1) | cat; cat $D/a; ls $D | grep '^a[.]'; printf 'b\n/save - \n/save '$D/l'"
+     "llm $C -i -n 0 2>&1) | cat; cat $D/a; ls -A $D | grep llm; printf 'b\n/save - \n/save '$D/l'"
      " \t\n' | llm $C -i -n 0; cat $D/a; ls -l $D/a; test -L $D/l", "^\nllm: [^\n]*/l: File too "
      "large\nold\n\n(@user\nb\n@assistant\n\n){2}-rw-r-----[^\n]*/a\n$", "^prefill"},
     // a conversation goes on and is written as it was read; any other text is a first message
@@ -3638,6 +3646,8 @@ static void test_cli_terminal(void) {
         {text_of(known, "endless -i -n -1 --temp 0"), 80,   // Ctrl-S, Ctrl-C, Ctrl-Q
          {"> ", "a\n", "hm", "\23", "", "!sleep .2; kill -INT $(cat $D/pid)", "", "\21",
           "\r\n> ", "\4"}, "^> a\r\n(hm)+\r\n> \r\nprefill[^\n]*\n0\r\n$"},
+        {"sh -c 'trap \"\" HUP; sh -c \"echo \\$\\$ >$D/pid; exec $LLM $C -i\"; echo $?'", 80,
+         {"> ", "!kill -HUP $(cat $D/pid)", "", "/bye\n"}, "> /bye\r\n0\r\n$"},
         {"sh -c '$LLM $D/control -i --temp 0 >$D/o 2>$D/e; cat $D/o'", 80,
          {"> ", "a\n", "a\r\n> ", "\4"}, "^> a\r\n> \r\n<think>hm</think>yes\r\n$"},
         {"setsid -wc sh -mc 'stty -echo; $LLM $D/control -i & until jobs >$D/o; "
@@ -3697,15 +3707,26 @@ static void test_cli_logits(void) {
     bool same = n == 5 * 2048 * sizeof *got && nmse(got, want, 5 * 2048) < 1e-9 && !cli.status;
     CHECK(same, "%zu bytes of logits, exit %d", n, cli.status);
     // no part is left behind, and a link stays
-    check_llm("ln -s gone $D/link; (ulimit -f 1; for i in part link; do llm $S 'Once upon a time' "
-              "--logits $D/$i; done); ! test -e $D/part && test -L $D/link && wc -c <$D/gone", 0,
-              "^ *0\n$", "^llm: .*/part: File too large\nllm: .*/link: File too large\n$");
+    check_llm("ln -s gone $D/link; echo a >$D/old; (ulimit -f 1; for i in part link old; do "
+              "llm $S 'Once upon a time' --logits $D/$i; done); ls -A $D | grep llm; "
+              "! test -e $D/part && test -L $D/link && wc -c <$D/gone && cat $D/old", 0,
+              "^ *0\na\n$", "^(llm: [^\n]*/(part|link|old): File too large\n){3}$");
 }
 
 static bool stop_early(void *ctx, int reused, int done, int n) {
     interrupted = done == 4;
     return on_chunk(ctx, reused, done, n);
 }
+
+static void see_signals(Task t) {   // two threads have a task each; the pool's sees its own faults
+    atomic_int *seen = t.ctx;
+    sigset_t set;
+    for (atomic_fetch_add(seen, 1); atomic_load(seen) < 2;) sched_yield();
+    pthread_sigmask(SIG_BLOCK, NULL, &set);
+    if (t.thread && sigismember(&set, SIGTERM) && !sigismember(&set, SIGBUS)) seen[1] = 1;
+}
+
+static bool stop_twice(void *ctx, int reused, int done, int n) { return interrupted = LEAVE, false; }
 
 static void test_cli_machines(void) {   // what depends on where llm runs
     static const struct { const char *change; int cpus; } quotas[] = {   // of eight CPUs
@@ -3719,7 +3740,54 @@ static void test_cli_machines(void) {   // what depends on where llm runs
         int n = within_quota(test.dir, 8);
         CHECK(n == quotas[i].cpus, "%s: %d CPUs", quotas[i].change, n);
     }
-    int status = 0;
+    int status = 0, ends[2];
+    atomic_int seen[2] = {0};
+    Pool *pool = pool_open(2);
+    parallel(pool, see_signals, seen, 2);
+    pool_close(pool);
+    CHECK(seen[1], "the pool's threads take the host's signals");
+    Cli c = {.m = *open_model("golden/story.gguf"), .o.cpu = true, .bench.id = (int32_t[]){1, 1}};
+    allocations = 0;
+    for (int run = 0; run < 2; run++) {   // half the memory will do
+        bool ok = start_session(&c) && c.slices == (size_t)SLICES >> run;
+        CHECK(ok, "%d: %zu slices: %s", run, c.slices, c.e.text);
+        session_close(&c.s);
+        freed(c.work);
+        failing = allocations;   // the last one is what --bench reads
+        allocations = 0;
+    }
+    failing = 0;
+    // a pipe that does not block, and is read late
+    REQUIRE(!pipe(ends) && !fcntl(ends[1], F_SETFL, O_NONBLOCK), "no pipe");
+    if (!fork()) {
+        dup2(ends[1], STDOUT_FILENO);
+        close(ends[0]);
+        close(ends[1]);
+        _exit(system("printf %200000s | tr ' ' a | $LLM $S --tokenize -f -") != 0);
+    }
+    close(ends[1]);
+    size_t n = 0;
+    char part[4096];
+    usleep(300000);
+    for (ssize_t k; (k = read(ends[0], part, sizeof part)) > 0;) n += k;
+    close(ends[0]);
+    wait(&status);
+    CHECK(n > 100000 && !status, "%zu bytes, %d", n, status);
+    // a file that may not be written is not replaced
+    shell("chmod 711 $D; mkdir -m 777 $D/x; echo old >$D/x/a; chmod 444 $D/x/a");
+    if (!fork()) {
+        if (!getuid()) (void)!setuid(65534);
+        _exit(chat_save(&c, scratch("x/a")));
+    }
+    wait(&status);
+    CHECK(!status, "a file of mode 444 was replaced");
+    if (!fork()) {   // the peak is not that of what ran here before exec
+        memset(need(300 << 20), 1, 300 << 20);
+        execl("/bin/sh", "sh", "-c", "exec $LLM $S hi -n 0 >$D/out 2>$D/err", NULL);
+    }
+    wait(&status);
+    double peak = atof(strstr(read_all(scratch("err"), NULL), "peak ") + 5);
+    CHECK(peak > 0 && peak < 250, "%.0f MB", peak);
     if (!fork()) {   // meets SIGHUP behind nohup, and an instruction that this CPU lacks
         dup2(open(scratch("err"), O_CREAT | O_TRUNC | O_WRONLY, 0600), STDERR_FILENO);
         signal(SIGHUP, SIG_IGN);
@@ -3759,8 +3827,24 @@ static void test_cli_interrupt(void) {
     interrupted = 0;
     c.ids.id[0] = -1;
     CHECK(!reply(&c) && c.n_prompts == 4 && c.n_decoded == 0, "%zu, %zu", c.n_prompts, c.n_decoded);
+    c.s.on_chunk = on_chunk;   // an answer for which there is no memory
+    c.ids.id[0] = c.n_message = 1;
+    c.e.text[0] = 0;
+    c.work = need(c.m.tokenizer->detokenize_max);
+    CHECK(reply(&c), "%s", c.e.text);
+    freed(c.answer.s);
+    c.answer = (Text){0};
+    failing = allocations + 1;
+    CHECK(!reply(&c) && strstr(c.e.text, "memory"), "%s", c.e.text);
+    failing = c.n_message = 0;
+    c.s.on_chunk = stop_twice;   // during an answer
+    c.template = (Text){"Once upon a time", 16};
+    CHECK(chat_add(&c, str("user"), &c.said) && !chat_answer(&c) && interrupted == LEAVE,
+          "a second Ctrl-C is forgotten: %s", c.e.text);
+    interrupted = 0;
     session_close(&c.s);
     freed(c.ids.id);
+    freed(c.message);
 }
 
 // ==== a GPU in software ====
