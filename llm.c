@@ -6430,16 +6430,15 @@ static Pool *pool_open(int threads) {
     if (!p) return NULL;
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->wake, NULL);
-    sigset_t host, blocked;   // signals are for the host's threads, but for a thread's own faults
+    sigset_t host, blocked;   // signals are for the host's threads, except a thread's own faults
     sigfillset(&blocked);
     for (size_t i = 0; i < COUNT(faults); i++) sigdelset(&blocked, faults[i]);
     pthread_sigmask(SIG_SETMASK, &blocked, &host);   // threads inherit it
     p->amx = amx_allow();   // before there are threads, which inherit the permission
-    bool ok = true;
-    for (p->threads = 1; ok && p->threads < threads; p->threads += ok)
-        ok = !pthread_create(&p->thread[p->threads - 1], NULL, pool_thread, p);
+    for (p->threads = 1; p->threads < threads; p->threads++)
+        if (pthread_create(&p->thread[p->threads - 1], NULL, pool_thread, p)) break;
     pthread_sigmask(SIG_SETMASK, &host, NULL);
-    if (ok) return p;
+    if (p->threads == threads) return p;
     pool_close(p);
     return NULL;
 }
@@ -9381,9 +9380,8 @@ static void print_notes(const Cli *cli) {
 // Answers the last message, or drops it. One Ctrl-C ends the answer, a second one the chat.
 static bool chat_answer(Cli *cli) {
     Text *a = &cli->answer;
-    const Options *o = &cli->s.o;
-    bool ok = chat_ids(cli);
-    bool outgrown = cli->m.config.hd && !o->keep && cli->ids.n > (size_t)o->window;
+    bool ok = chat_ids(cli), forgets = cli->m.config.hd && !cli->s.o.keep;
+    bool outgrown = forgets && cli->ids.n > (size_t)cli->s.o.window;
     if (outgrown && !cli->outgrown)
         note("the chat's beginning, a system message first, is out of sight now; --keep N pins the "
              "first N tokens");
