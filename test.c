@@ -3239,7 +3239,8 @@ static void test_cli_refusals(void) {
         check_refusal(2, text_of("$S hi %s", options[i]), says);
     }
     check_llm("cmp $S $D/model && cat $D/text", 0, "^hi\n$", "^$");
-    check_llm("llm $D/rules --tokens '0, 2 ' -n 1", 0, "", "^note: .*'ours'[^\n]*\nprefill [^\n]*\n$");
+    check_llm("llm $D/rules --tokens '0, 2 ' -n 1", 0, "",
+              "^note: .*'ours'[^\n]*\nprefill [^\n]*\n$");
     check_llm("llm golden/tok/spm.gguf --info", 0,
               "^([a-z0-9_.]+ = [^\n]*\n)+\nno tensors[^\n]*\n$", "^$");
     check_llm("llm $S hi -n 1 --keep 1024 --gpu block --cpu", 0, "^hi[^\n]*\n$",
@@ -3495,7 +3496,8 @@ static const struct { const char *command, *out, *err; int status; } CHATS[] = {
     // what cannot be saved is an error, and what was saved before stays, also behind a link
     {"mkdir -m 777 $D/w; printf '\357\273\277a\n/save '$D/w'\nb' | llm $C -i -c 8 -n 1", "",
      "^note: [^\n]*--keep[^\n]*\nllm: [^\n]*/w: Is a directory\n$", 1},
-    {"cp $C $D/m; printf 'a\n/save '$D/m | llm $D/m -i -n 0; cmp $C $D/m", "", "not overwritten\n$"},
+    {"cp $C $D/m; printf 'a\n/save '$D/m | llm $D/m -i -n 0; cmp $C $D/m", "",
+     "not overwritten\n$"},
     // a pipe stays one, a long name is no trouble, and another name sees what is new
     {"mkfifo $D/w/p; cat $D/w/p & printf 'a\n/save '$D/w/p | llm $C -i -n 0; wait; test -p $D/w/p",
      "^\n@user\na\n@assistant\n\n$", "^prefill"},
@@ -3503,9 +3505,10 @@ static const struct { const char *command, *out, *err; int status; } CHATS[] = {
      "llm $C -i -n 0 2>&1 >$D/o; ln $n $D/w/h$i; done; cat $D/w/h1; ls -A $D/w | cut -c 1-2",
      "^pre[^\n]*\npre[^\n]*\n@user\n2\n@assistant\n\nh1\nh2\nnn\np\n$", ""},
     {"(cd $D; echo old >a; chmod 640 a; ln -s a l); (ulimit -f 0; printf 'a\n/save '$D/l|"
-     "llm $C -i -n 0 2>&1) | cat; cat $D/a; ls -A $D | grep '[.]llm'; printf 'b\n/save - \n/save '$D/l'"
-     " \t\n' | llm $C -i -n 0; cat $D/a; ls -l $D/a; test -L $D/l", "^\nllm: [^\n]*/l: File too "
-     "large\nold\n\n(@user\nb\n@assistant\n\n){2}-rw-r-----[^\n]*/a\n$", "^prefill"},
+     "llm $C -i -n 0 2>&1) | cat; cat $D/a; ls -A $D | grep '[.]llm'; "
+     "printf 'b\n/save - \n/save '$D/l' \t\n' | llm $C -i -n 0; cat $D/a; ls -l $D/a; "
+     "test -L $D/l", "^\nllm: [^\n]*/l: File too large\nold\n\n(@user\nb\n@assistant\n\n){2}"
+     "-rw-r-----[^\n]*/a\n$", "^prefill"},
     // a conversation goes on and is written as it was read; any other text is a first message
     {"printf '%s\n' @user '\\@user' '\\\\@system' @users '\\a' '' @assistant '' >$D/a; "
      "printf '/save '$D/again | llm $C -i -f $D/a; cmp $D/a $D/again", "^$"},
@@ -3726,20 +3729,13 @@ static void see_signals(Task t) {   // two threads have a task each; the pool's 
     if (t.thread && sigismember(&set, SIGTERM) && !sigismember(&set, SIGBUS)) seen[1] = 1;
 }
 
-static bool stop_twice(void *ctx, int reused, int done, int n) { return interrupted = LEAVE, false; }
+static bool stop_twice(void *ctx, int reused, int done, int n) {
+    interrupted = LEAVE;
+    return on_chunk(ctx, reused, done, n);
+}
 
-static void test_cli_machines(void) {   // what depends on where llm runs
-    static const struct { const char *change; int cpus; } quotas[] = {   // of eight CPUs
-        {"mkdir -p proc/self $C/a/b $C/cpu,cpuacct", 8}, {"echo 0::/a/b >proc/self/cgroup", 8},
-        {"echo max 100000 >$C/a/b/cpu.max", 8}, {"echo 200001 100000 >$C/a/cpu.max", 3},
-        {"echo 1 100000 >$C/cpu.max", 1}, {"echo 4:cpu,cpuacct:/gone >proc/self/cgroup", 8},
-        {"cd $C/cpu,cpuacct; echo 99999 >cpu.cfs_period_us; echo 200000 >cpu.cfs_quota_us", 3},
-        {"echo -1 >$C/cpu,cpuacct/cpu.cfs_quota_us", 8}};
-    for (size_t i = 0; i < COUNT(quotas); i++) {
-        shell(text_of("cd $D; C=sys/fs/cgroup; %s", quotas[i].change));
-        int n = within_quota(test.dir, 8);
-        CHECK(n == quotas[i].cpus, "%s: %d CPUs", quotas[i].change, n);
-    }
+// what depends on who runs llm: signals, memory, a pipe, rights, what ran before
+static void test_cli_hosts(void) {
     int status = 0, ends[2];
     atomic_int seen[2] = {0};
     Pool *pool = pool_open(2);
@@ -3787,6 +3783,21 @@ static void test_cli_machines(void) {   // what depends on where llm runs
     wait(&status);
     double peak = atof(strstr(read_all(scratch("err"), NULL), "peak ") + 5);
     CHECK(peak > 0 && peak < 250, "%.0f MB", peak);
+}
+
+static void test_cli_machines(void) {   // what depends on where llm runs
+    static const struct { const char *change; int cpus; } quotas[] = {   // of eight CPUs
+        {"mkdir -p proc/self $C/a/b $C/cpu,cpuacct", 8}, {"echo 0::/a/b >proc/self/cgroup", 8},
+        {"echo max 100000 >$C/a/b/cpu.max", 8}, {"echo 200001 100000 >$C/a/cpu.max", 3},
+        {"echo 1 100000 >$C/cpu.max", 1}, {"echo 4:cpu,cpuacct:/gone >proc/self/cgroup", 8},
+        {"cd $C/cpu,cpuacct; echo 99999 >cpu.cfs_period_us; echo 200000 >cpu.cfs_quota_us", 3},
+        {"echo -1 >$C/cpu,cpuacct/cpu.cfs_quota_us", 8}};
+    for (size_t i = 0; i < COUNT(quotas); i++) {
+        shell(text_of("cd $D; C=sys/fs/cgroup; %s", quotas[i].change));
+        int n = within_quota(test.dir, 8);
+        CHECK(n == quotas[i].cpus, "%s: %d CPUs", quotas[i].change, n);
+    }
+    int status = 0;
     if (!fork()) {   // meets SIGHUP behind nohup, and an instruction that this CPU lacks
         dup2(open(scratch("err"), O_CREAT | O_TRUNC | O_WRONLY, 0600), STDERR_FILENO);
         signal(SIGHUP, SIG_IGN);
@@ -6363,7 +6374,7 @@ static const Test TESTS[] = {
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_unigram) T(tokenizer_linear) T(chat_templates) T(allocations)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_wishes) T(cli_numbers) T(cli_chat)
-    T(cli_terminal) T(cli_typing) T(cli_logits) T(cli_interrupt) T(cli_machines)
+    T(cli_terminal) T(cli_typing) T(cli_logits) T(cli_interrupt) T(cli_hosts) T(cli_machines)
 #if defined(LLM_METAL) || defined(LLM_CUDA)
     T(metal_kernels) T(metal_models) T(metal_shapes) T(metal_failures)
 #endif
