@@ -40,8 +40,9 @@ run: llm
 
 # Each build of the tests covers other code: this CPU's SIMD, plain C, Part I's plain engine, then
 # with it quant.h's four codes in a word, tiles and a ring as on NVIDIA's GPUs, and SIMD under
-# checkers, which name lines if -g1. valgrind knows no AVX-512, and takes long for multiply-adds:
-# there are none. A build without Part V's fast loops takes a fifth of the time of the others.
+# checkers, which name lines if -g1; test_driver covers metal.c's half for NVIDIA, with CUDA's
+# driver in software. valgrind knows no AVX-512, and takes long for multiply-adds: there are none. A
+# build without Part V's fast loops takes a fifth of the time of the others.
 test_native: FLAGS = $(NATIVE) $(CFLAGS)
 test_plain: FLAGS = -O1 -DQUANT_PLAIN
 test_words: FLAGS = -O1 -DLLM_PLAIN -DQUANT_WORDS $(if $(METAL),,-DLARGE_TILES)
