@@ -4599,9 +4599,9 @@ IMP class_getMethodImplementation(id class, SEL sel) {
 // ---- the software CUDA driver ----
 //
 // With SOFT_DRIVER metal.c finds libcuda and libnvrtc in this program (link with -rdynamic). A
-// buffer is memory of its own, as on a GPU: it begins as NaNs, and nothing is mapped behind it. What
-// the host fetches is there when it has waited. A program is compiled to its source, in which a
-// module finds its kernel, constants and threads. A fault is what a GPU would refuse.
+// buffer is memory of its own, as on a GPU: it begins as NaNs, and nothing is mapped behind it.
+// What the host fetches is there when it has waited. A program is compiled to its source, in
+// which a module finds its kernel, constants and threads. A fault is what a GPU would refuse.
 
 #define X(name, types) int name types;
 DRIVER(X) COMPILER(X)
