@@ -48,8 +48,9 @@ run: llm
 
 # Each build of the tests covers other code: this CPU's SIMD, plain C, Part I's plain engine, then
 # with it quant.h's four codes in a word, tiles and a ring as on NVIDIA's GPUs, and SIMD under
-# checkers, which name lines if -g1. valgrind knows no AVX-512, and takes long for multiply-adds:
-# there are none. A build without Part V's fast loops takes a fifth of the time of the others.
+# checkers, which name lines if -g1; test_driver covers metal.c's half for NVIDIA, with CUDA's
+# driver in software. valgrind knows no AVX-512, and takes long for multiply-adds: there are none. A
+# build without Part V's fast loops takes a fifth of the time of the others.
 test_native: FLAGS = $(NATIVE) $(CFLAGS)
 test_plain: FLAGS = -O1 -DQUANT_PLAIN
 test_words: FLAGS = -O1 -DLLM_PLAIN -DQUANT_WORDS $(if $(METAL),,-DLARGE_TILES)
@@ -58,8 +59,10 @@ test_avx2: FLAGS = -g1 -O2 -ffp-contract=off $(AVX2)
 test_asan: FLAGS = -g1 -O1 $(NATIVE) $(SANITIZE)
 test_tsan: FLAGS = -g -O1 -fsanitize=thread
 test_cuda: FLAGS = $(NATIVE) $(CFLAGS) -DLLM_CUDA
-test_plain test_book test_cuda: LINK = test.c $(LIBS) -ldl
-BUILDS = test_native test_plain test_words test_book test_avx2 test_asan test_tsan test_cuda
+test_driver: FLAGS = -g1 -O1 -DLLM_PLAIN -DLLM_CUDA -DSOFT_DRIVER -rdynamic -fsanitize=address
+test_plain test_book test_cuda test_driver: LINK = test.c $(LIBS) -ldl
+BUILDS = test_native test_plain test_words test_book test_avx2 test_asan test_tsan test_cuda \
+    test_driver
 $(BUILDS): %: test.c $(ENGINE) %.flags
 	$(BUILD)
 
@@ -75,6 +78,7 @@ test_words.log: RUN = ./test_words --quick formats formats_grids $(filter metal_
 test_book.log: RUN = ./test_book --quick $(filter-out metal_% cli_%, $(ALL)) cli_completion
 test_asan.log: RUN = ./test_asan --quick $(filter-out metal_k% cli_numbers, $(MEMORY)) && \
     ./test_asan --quick --quick metal_kernels
+test_driver.log: RUN = ./test_driver --quick --quick metal_models metal_failures
 test_avx2.log: RUN = $(CHECKER) ./test_avx2 --quick --quick $(filter-out cli_% metal_k%, $(MEMORY))
 test_%.log: test_%
 	@echo "$< ..."; start=$$(date +%s); \
@@ -89,7 +93,8 @@ SUM = awk '/^== / { name = substr($$0, 4) } \
 
 # you changed something: all that can be checked on this machine, in some 8 minutes, two builds or
 # runs at a time, the longest first; each says when it begins and how it ends, the logs come last
-CHECKS = native $(if $(shell command -v valgrind 2>&1),avx2) asan words plain book
+CHECKS = native $(if $(shell command -v valgrind 2>&1),avx2) asan words plain book \
+    $(if $(METAL),,$(if $(KNOWN),driver))
 test:
 	@rm -f test.log $(CHECKS:%=test_%.log)
 	@$(MAKE) --no-print-directory -j2 $(CHECKS:%=test_%.log)

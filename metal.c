@@ -243,6 +243,8 @@ static void device_close(Gpu *g) {
     if (d && d->context) {
         d->cuCtxSetCurrent(d->context);
         device_release(g);
+        for (size_t i = 0; i < COUNT(d->graph); i++)
+            if (d->graph[i]) d->cuGraphExecDestroy(d->graph[i]);
         d->cuCtxDestroy_v2(d->context);
     }
     free(d);
