@@ -3992,7 +3992,8 @@ static bool rows_resident(const Session *s, int p) {
 //
 // Text becomes ids in four steps. Special tokens are cut out. Rules split the rest into words. Each
 // word is spelled as the vocabulary spells it. Its parts join, two neighbours at a time, as long as
-// the vocabulary knows the union. The ids must be llama.cpp's, to the last one.
+// the vocabulary knows the union. The ids must be llama.cpp's, to the last one, but
+// for the rules with U and v: there they are the author's, whose letters llama.cpp does not tell.
 //
 //                         words            spelling                          what joins first
 //   SentencePiece, llama  the whole text   a space is U+2581                 highest score
@@ -4064,13 +4065,14 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 // two matches. A letter is a class of characters, as model families chose them (see the appendix):
 //
 //   u  A-Z                  N  numbers       P  punctuation             h  Chinese
-//   l  a-z                  d  0-9           S  symbols                 H  more of it
-//   c  other cased letters  s  white space   a  ASCII punctuation       y  letters but h, H
-//   x  other letters        n  \n            p  DeepSeek's punctuation  g  Hangul
-//   L  all letters          r  \r \n         b  BLOOM's punctuation     z  Bopomofo
-//   M  marks                C  control       q  East Asian punctuation  k  DeepSeek's CJK
-//   t  `                    O  unassigned    f  $+<=>^|~                K  a wider one
-//   /  slash; a blank is a blank                                         A  AFMoE's Asian scripts
+//   l  a-z                  D  digits        S  symbols                 H  more of it
+//   c  DeepSeek's letters   d  0-9           a  ASCII punctuation       y  x but h, H
+//   U  all capital letters  s  white space   p  DeepSeek's punctuation  g  Hangul
+//   v  all small letters    n  \n            b  BLOOM's punctuation     z  Bopomofo
+//   x  other letters        r  \r \n         q  East Asian punctuation  k  DeepSeek's CJK
+//   L  all letters          C  control       f  $+<=>^|~                K  a wider one
+//   M  marks                t  `             /  slash                   A  AFMoE's Asian scripts
+//   W  what \w has besides L, M and D; a blank is a blank
 //
 //   [..]   one of these classes    X?   one or none      '  one of 's 't 're 've 'm 'll 'd
 //   [^..]  one of other classes    X*   any number       i  the same in any case
@@ -4078,9 +4080,10 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 //   !      here white space or     X3   one to three     w  a word, which goes on over
 //          the end must follow     X=n  2^n                 single spaces
 //
-// Three rules are a single sign: $ splits off the white space that ends a piece, % splits digits in
-// threes from the right, & splits numbers so and ends a piece behind them. RULE_LLAMA3, for
-// example, splits "It's 1234  ok!\n" into  It|'s| |123|4| | ok|!\n  with
+// Four rules are a sign. $ splits off the white space that ends a piece. The others split a row of
+// the class behind them in threes from the right: % no more, & ends a piece behind the row, and @
+// in front of it, too, but leaves a row alone that a word goes on behind, such as 1990s.
+// RULE_LLAMA3, for example, splits "It's 1234  ok!\n" into  It|'s| |123|4| | ok|!\n  with
 //   i             's
 //   [^rLN]?L+     It and " ok": letters, and one character in front that is none of r, L, N
 //   N3            123 and 4
@@ -4091,19 +4094,23 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 //
 // To add a pre-tokenizer, add its name to the row that has its rules, or add a row of at most six.
 // A new letter goes to MORE_CLASSES, too. Then add words to test.c. The flags say that a word which
-// is a token stays whole, that BOS is added, and that only spaces are respelled.
-enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };
+// is a token stays whole, that BOS is added, that only spaces are respelled, and that white space is
+// no word.
+enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4, PRE_WORDS = 8 };
 typedef struct { const char *names; int flags; const char *rule[7]; } PreTokenizer;
 
 #define RULE_GPT2   "'| ?L+| ?N+| ?[^sLN]+|s+!|s+"
 #define RULE_LLAMA3 "i|[^rLN]?L+|N3| ?[^sLN]+r*|s*r+|s+!|s+"
 #define RULE_QWEN2  "i|[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"
+#define RULE_HELLO_WORLD "[^rLN]?[UxM]*[vxM]+~|[^rLN]?[UxM]+[vxM]*~|"   // parts HelloWorld
+#define RULE_O200K  RULE_HELLO_WORLD "N3| ?[^sLN]+[r/]*|s*r+|s+!|s+"
 #define RULE_DEEPSEEK3 "a[ul]+|[^rLPS]?[LM]+| ?[PS]+r*|s*r+|s+!|s+"
 
 static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.ggml.pre may have
     {"default", 0, {"[Pf]+", RULE_GPT2, "N+", "ddd"}},
     {"(SentencePiece)", PRE_SPACES | PRE_BOS, {NULL}},
-    {"(WordPiece)", PRE_SPACES, {"[hPft]|[^shPft]+"}},
+    {"whitespace", PRE_SPACES | PRE_WORDS, {"s+"}},
+    {"(WordPiece)", PRE_SPACES | PRE_WORDS, {"[hPft]|[^shPft]+"}},
     {"(unigram)", PRE_SPACES, {NULL}},
     {"gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 jina-es jina-de jina-v2-es "
      "jina-v2-de jina-v1-en jina-v2-code roberta-bpe gigachat a.x-4.0 mellum modern-bert",
@@ -4123,23 +4130,21 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
     {"bailingmoe bailingmoe2 llada-moe", 0, {"i|[^rLN]?L+|N| ?[^sLN]+r*|s*r|s+!|s+"}},
     {"exaone-moe", 0, {"i|[^rLN]?w|N| ?[^sLN]+[r/]?|s*r|s+!|s+"}},
     {"minicpm5", PRE_WHOLE, {"N3", "i|[^rLN]?L+|N+| ?[^sLN]+r*|s*r+|s+!|s+"}},
-    {"kimi-k2", 0, {"[hH]+|[^rLN]?y+~|N3| ?[^sLNO]+r*|s*r+|s+!|s+|O"}},
-    {"superbpe", 0, {"N+", "%"}},
+    {"kimi-k2", PRE_WHOLE,
+     {"[hH]+|[^rLN]?[UyM]*[vyM]+~|[^rLN]?[UyM]+[vyM]*~|N3| ?[^sLN]+r*|s*r+|s+!|s+"}},
+    {"superbpe", 0, {"N+", "%d"}},
     {"bloom poro-chat gpt3-finnish", 0, {" ?[^sb]+"}},
     {"viking", 0, {" ?[^sb]+", "N"}},
     {"qwen35", 0, {"i|[^rLN]?[LM]+|N| ?[^sLMN]+r*|s*r+|s+!|s+"}},
     {"tekken", PRE_WHOLE | PRE_BOS,
-     {"[^rLN]?[ucx]*[lcx]+|[^rLN]?[ucx]+[lcx]*|N| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
-    {"gpt-4o llama4 kanana2 talkie minimax-m2", 0,
-     {"[^rLN]?[ucx]*[lcx]+~|[^rLN]?[ucx]+[lcx]*~|N3| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
-    {"granite-embed-multi-97m", PRE_WHOLE,
-     {"[^rLN]?[ucxM]*[lcxM]+~|[^rLN]?[ucxM]+[lcxM]*~|N3| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
-    {"youtu", PRE_WHOLE, {"g+|q+|z+|k+", "[^rLN]?[LM]+~|N| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
-    {"tiny_aya cohere2moe", 0, {"&", "[^rLN]?[LM]+~|N3| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
+     {"[^rLN]?[UxM]*[vxM]+|[^rLN]?[UxM]+[vxM]*|N| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
+    {"gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m", PRE_WHOLE, {RULE_O200K}},
+    {"youtu", PRE_WHOLE, {"g+|q+|z+|k+", RULE_HELLO_WORLD "N| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
+    {"tiny_aya cohere2moe", 0, {"@D", RULE_O200K}},
     {"deepseek-llm", 0, {"r", "s?[ulc]+", "s?p+", "$", "K+", "N+"}},
     {"deepseek-coder", 0, {"r", "s?L+", "s?P+", "K+", "N"}},
     {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", 0, {"N3", "k+", RULE_DEEPSEEK3}},
-    {"afmoe", 0, {"&", "A+", RULE_DEEPSEEK3}},
+    {"afmoe", 0, {"&N", "A+", RULE_DEEPSEEK3}},
     {"spark2_5", 0, {"N", "k+", "a[ul]+|[^rLPS]?[LM]+| ?[PS]+|r|s+!|s+"}},
     {"gemma4 granite-embed-multi-311m sarvam-moe", PRE_SPACES | PRE_BOS, {"[^n]+|n+"}},
 };
@@ -4163,7 +4168,7 @@ typedef struct Tokenizer {
     bool no_rules;                   // pre-tokenizer unknown: cannot tokenize
     char note[128];                  // what the user should know, or empty
     const PreTokenizer *pre;
-    const Meta *scores;              // SentencePiece, unigram: [n_vocab]
+    const Meta *scores;              // SentencePiece, unigram: [n_vocab]; NULL: all are 0
     float unknown_score;             // unigram: of a character that is no token
     Str trie, strings;               // unigram: what is replaced, and by what (charsmap_match)
     Dictionary tokens, merges;
@@ -4268,11 +4273,14 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
         end->cut = true;
         return;
     }
-    if (*rule == '%' || *rule == '&') {
-        uint64_t set = *rule == '&' ? CLASS('N') : CLASS('d');
+    if (strchr("%&@", *rule)) {
+        uint64_t word = CLASS('L') | CLASS('M') | CLASS('W');
+        bool alone = true;   // no word goes on behind the row
         for (int n = 0; end-- > ch;) {   // n in a row from here on
-            n = end->set & set ? n + 1 : 0;
-            if (n % 3 == 1 && (n > 3 || *rule == '&')) end[1].cut = true;
+            bool in_row = end->set & CLASS(rule[1]), front = n && !in_row && *rule == '@';
+            n = in_row ? n + 1 : 0;
+            if (alone && (front || (n % 3 == 1 && (n > 3 || *rule != '%')))) end[1].cut = true;
+            if (!in_row) alone = *rule != '@' || !(end->set & word);
         }
         return;
     }
@@ -4299,7 +4307,7 @@ static uint64_t pair_cost(Work *w, uint32_t i) {
     if (!a || !b) return UINT64_MAX;
     if (t->kind == TOKENIZER_SPM) {
         found = dictionary_find(&t->tokens, s, a + b);
-        float loss = found < 0 ? 0 : 0 - meta_float(t->scores, found);
+        float loss = found < 0 || !t->scores ? 0 : 0 - meta_float(t->scores, found);
         memcpy(&cost, &loss, 4);   // as an integer that compares as the float does
         cost ^= cost >> 31 ? UINT32_MAX : 0x80000000;
     } else if (a + b < t->merges.longest) {
@@ -4431,10 +4439,9 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
     for (Char *ch = w->ch; ch < end;) {
         if (ch->cut) w->n_text = wpm ? utf8_encode(SPM_SPACE, w->text) : 0;   // a word begins
         w->n_text += character_spell(t, ch->c, w->text + w->n_text);
-        bool space = ch++->set & CLASS('s');   // WordPiece's words have none
-        if (!ch->cut) continue;
-        if (!wpm) word_join(w);
-        else if (!space) word_pieces(w);
+        bool space = ch++->set & CLASS('s');   // then it is nothing else
+        if (!ch->cut || (space && t->pre->flags & PRE_WORDS)) continue;
+        (wpm ? word_pieces : word_join)(w);
     }
     w->space = false;
 }
@@ -4693,6 +4700,7 @@ static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {   // 
     {"t5", "(unigram)", {TOKENIZER_UNIGRAM, .bos = -1, .eos = 1, .unk = 2, .sep = -1}},
     {"gpt2", NULL, {TOKENIZER_BPE, .bos = 11, .eos = 11, .unk = -1, .sep = -1}},
     {"gemma4", "gemma4", {TOKENIZER_BPE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
+    {"whitespace", "whitespace", {TOKENIZER_BPE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
 };
 
 // the key's array of strings (n 0) or of n numbers; NULL: there is no such array, and e says so
@@ -4783,12 +4791,13 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
         int64_t type = types ? meta_int(types, i) : TOKEN_NORMAL;
         t->type[i] = type >= TOKEN_NORMAL && type <= TOKEN_BYTE ? type : TOKEN_UNUSED;
     }
-    if (t->kind == TOKENIZER_SPM || t->kind == TOKENIZER_UNIGRAM)
-        t->scores = vocab_array(g, "tokenizer.ggml.scores", t->n_vocab, e);
+    key = "tokenizer.ggml.scores";   // SentencePiece's may be missing; then all are 0
+    bool scores = t->kind == TOKENIZER_UNIGRAM || (t->kind == TOKENIZER_SPM && gguf_find(g, key));
+    if (scores && !(t->scores = vocab_array(g, key, t->n_vocab, e))) return false;
     if (t->kind == TOKENIZER_UNIGRAM)
-        return t->scores && unigram_open(t, g, e) && dictionary_lengths(&t->tokens, e);
+        return unigram_open(t, g, e) && dictionary_lengths(&t->tokens, e);
     if (t->kind == TOKENIZER_WPM) return dictionary_lengths(&t->tokens, e);
-    if (t->kind == TOKENIZER_SPM) return t->scores;
+    if (t->kind == TOKENIZER_SPM) return true;
     if (!dictionary_open(&t->merges, g, "tokenizer.ggml.merges", INT_MAX, e)) return false;
     for (uint32_t i = 0; i < t->merges.n; i++) {
         Str s = t->merges.str[i];
@@ -4824,7 +4833,7 @@ static bool special_keys(Tokenizer *t, const Gguf *g, Error *e) {
         if (i >= EOS && id >= 0) t->type[id] |= TOKEN_EOG;
     }
     // BERT's files do not say that BOS is added, and Gemma 4's say no and mean yes
-    bool forced = wpm || (t->kind == TOKENIZER_BPE && t->pre->flags & PRE_SPACES);
+    bool forced = wpm || (t->kind == TOKENIZER_BPE && t->pre->flags == (PRE_SPACES | PRE_BOS));
     t->add_bos = forced || gguf_int(g, "tokenizer.ggml.add_bos_token", t->pre->flags & PRE_BOS);
     t->add_eos = wpm || gguf_int(g, "tokenizer.ggml.add_eos_token", unigram);
     t->trim_spaces = unigram && gguf_int(g, "tokenizer.ggml.remove_extra_whitespaces", false);
@@ -4896,7 +4905,7 @@ static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
     while (i < COUNT(MODELS) && !find_str(model, MODELS[i].names)) i++;
     if (i == COUNT(MODELS))
         return fail(e, "tokenizer.ggml.model '%.*s' is not one of llama, gpt2, gemma4, bert, t5, "
-                    "none", STR_ARG(model));
+                    "whitespace, none", STR_ARG(model));
     *t = MODELS[i].t;
     if (t->kind == TOKENIZER_NONE) return true;
     if (!tokenizer_vocab(t, g, e)) return false;
@@ -9682,10 +9691,12 @@ int main(int argc, char **argv) {
 // UTF-8, and what the tokenizers need of the Unicode standard, version 15.1: three tables of ranges
 // of characters, each range with a value, made from the standard's UnicodeData.txt.
 //   - CLASSES: s for the categories Z*, U+0009 to U+000D and U+0085; for others the first letter of
-//     the category. But letters of ASCII are u (Lu) or l, and of the other letters those of Lu, Ll
-//     or Lt are c in the blocks that deepseek-llm's list of letters with case knows: 0080-0556,
+//     the category, D for Nd; and W if that is Nl or Pc, or the character alphabetic, but no letter
+//     and no mark. Letters are L, and x (Lm, Lo), U (Lu, Lt) or v (Ll), of which the table has x,
+//     and U where LOWER does not tell U from v. Letters of ASCII are u or l, too, and the others of
+//     U and v are c in the blocks that deepseek-llm's list of letters with case knows: 0080-0556,
 //     10A0-10C5, 13A0-13FD, 1C90-2CFF, A640-A78E, AB70-FF5A, 10400-104FB, 10C80-10CF2, 118A0-118DF
-//     and 1E900-1E943; the rest are x.
+//     and 1E900-1E943.
 //   - LOWER: the lower case (field 14, from 1) minus the character. If that is 1, both characters
 //     of the pair have the value 0 where the upper case is even, else -1.
 //   - BASE: the first character of the decomposition (field 6), if that has no <tag>, and of the
@@ -9704,49 +9715,52 @@ int main(int argc, char **argv) {
 // 64: 65 characters lie before 'A'. ; is 24: the range has 26, to 'Z'. Then & is 3: 32 again; `K is
 // 100: 101 characters lie between 'Z' and U+00C0; 8 is 21: the range has 23, to U+00D6.
 
-static const char *const UNICODE_CLASSES[] = {   // the index into "ulcxNMPSsC" below
-    "`0*(&,3'0$+('+(%0+4#,$(#P;T$+'+P;K+'+4'',;'/,&',#?;+30%8#;GD#+7';0$3@8KH@KHb0+(%,%(b=+(<,3D%",
-    ">jT-D/@&D(?C?D20`U8%+CH#-$($C?N&#GC@$%#&#5&#`8KHa4K0(8aO&#G-$<'8J<#.$$2#N+'+(#+(#+'2*<&&%<#",
-    "`2xF'0$(#+(#,#0,+;8$8L46(+4%8#30`H;74(C/0'0#4#30%0#,+($D#?</=#O30?4<2$`>4,/.0+(B4*0#C($75$4#",
-    ">`a*74%/4*/4$/4&.$0:#:4$-$:#,&'9C@'V##B()0K49C@B0W4$/43/4(0+4#,#0+3814$2#)&$#&$7&#(%#&%%5$/4(",
-    "N`hM#&$$/5*2&#&#$4#*$+(#D#8'<#?;'&$$2#'&&#&$7&#(&##&##&##5$&#&&&#&$$%%2)%%#.)+,#0$3+*,$2#*&#$",
-    ">`l)7&#(&##&#&5$/4)&#$&#$1$&1#4#*$+3+A)4'&#$2#)&$#&$7&#(&##&#&5$/4(&$#&$$&)$2&#&#$4#*$+;?,'-,",
-    "=`p)&#'&%$&#%&%#%#&##&%#&%$&%-6&&&%$&#%1$5(*0.<)2'&0)&#$&#8&#15$/4(&#$&#%&)#2#$%$&$#4#*$+5)0(",
-    "]`t5?4$+8)&#$&#8&#+&#&5$/4(&#$&#%&)#2(#&##4#*$+*##3&.%0*&#$&#J4#/4(&#$&#%/CB&$3((($4#*$4;@'",
-    "N`xG$2#3&%9&#*%#&$(5%&&'%#&#)*(+.$#+:.Q30#4(5&@(4)+0+4#:G#%#&#&&#9%#&#+30#4*/&$&%#6#(*#+*$%%B",
-    "^a_#$(0+',$0#4'85;/3/3/,%(#0)&#E6&5+(#0&4,&#E6#)/4'&##(&,%(#:GL45/,+4'8'4%0%4$/4$0#4(0$4%0.4-",
-    "=aeH3(+,%4#HG-#%'&$L;8dB&#%&$(%#&#%&$J&#%&$B&#%&$(%#&#%&$0&#Z&#%&$`(6$$,*05*%1D+J(`;&$'E$8i5C",
-    "Ua~L82KH;<#:%`0<$0$()&)34%2+44$,#:+34#2..&#$6##2.U4A,$7<$+?3*$+&(+6(,($C?(+*(`>&)&4#0C3/&'`+",
-    ">biJ@6#-&&-5&*%#0+(?&$&&-M&&;.(,>%C@84&.$#8V4+&#>%$(+&(+6((7<'*$@&S&0P420).%+4(,+0*4*(#*#$0?",
-    "NbtW.0#,+(M4/.*%8E45.%&0+*%$,+(E<#8**)L&$$D)**$+(60%30'30#4$/*'M,`$(.+(C,F4`%8cG&$'&$G&$'&$)",
-    "5cdO%#%#&#@&$V&#(KGL$H$&#(L$H%&$'N#$H.L$J$$&#(L#.#,,&894#,&'05+(.+(-3,&&#+G'.$'<$(#7,+<$(#:#.",
-    "^cj.B21B61#GL%GL#H+KGL$H&L'GKGKGKH%KH',%'L#H%L&H&L%GK8T0#4&<#&&e1(%,>(#,c-&;,:7]<`387<i1(/0?",
-    "^dgVR(#,@(+,eL(7,`$(%,A(#,e/&$A&#`NHa%,#(`LL'H%<$8#F'%/4#8G%#%'&$Y%);)008&+(&#(&#(&#(&#(&#(",
-    ">eb>(&#(6#A,P7<A,#(-.D;&#`>&.bC&<1+0$+@#+4+,#(-+8*,'+8&D#8$(#;,#B#`;6$#4#@$;8`?;8%&'L&#`CF##",
-    "Fer@%<+@ADE%-@1D@:#+<?8);80<A8+<H80<d5@blUD`%@jp2F%XB+O<#8c><$81,+(#*6O+4%+(++7(=,#4#0`+,+,#",
-    "Vug4'.*8@*D#H`3+(8+D#H%,]&'#%#&#&&:130$30%3084&4%/*%'<%B(U<%**#0S43.*#0+.(30'<$7;8#3(+(=4),#",
-    ">upV84.--8>6%%0P4/,.9#,+6&#8&30+,+(&&#J4/2+$30)4#*$+6$%88D$?4$0S3/4$0#4#0&4#/3/&:$<#8,4&,#8$",
-    "Nux;#2,'&$'&$'&+(&#(&#LC@/D#J&`5,D4)+(#*$+*(dy-&.8&&RV&ckQPe'&$`O*H(&.&-'30+C@.&#&%#&##&##",
-    ">``o(`QD2B2e$<#,1@`%&$WE)BB-D%01,+*(1,D&#/+',$)#+(#:&&&#a0U$:#$+('+(%0+4#,$(#@;D$+'+H;C+'+((",
-    ">`a`L`>&%'&$'&$'&$$F%(&#(6,$0#B$-&#;&#4&##&#0&$/&Da$>'$2&N>%*8Z<28#<$&#.%%&QN/2a,>&%R51(<*&A",
-    "F`apF%*+5+()+*'G4&2'?=#8E&&);0&2L`5,`3.$+2(E&&E.&I&*U=-8,&#0&#(&##&#,&#0&#(&##&`)d,&+7&,)&:'",
-    ">`bc9K&#*&`+'%$&#M&##%%&$8=#0)(8D#8((@.***R4&##.'&(7,'5%8;=':`&Y.&#(#,1&$O'4$&##&'%0%&#$&#>",
-    "N`bnV$%&(*6)*:)>,#38>,$*B)C@=4#*&&4(:+W>%(87.$)(4.')(3>)%2.(*`6`.*YT&/T6)'(E4%**+&cX@*#K6##+",
-    ">`caZ#6`1$0>,+'&*74,(%4&:834%,%:H6,(*686+$0V40,(2&?+0#4#/6+%0N4,,#;8%'E,R$:.)+.($0E4/*#+4%74#",
-    "=`cl]&*D3,#76+$0Q4/0%<%(%+(#(+';7<$2#5*-3&#:4-,''0#32`$(%#&#%&#0&#+;:(P4-*'+.(%2#)&$#&$7&#(",
-    ">`cu,#&#&6##/4(&$#&$$1$5(2'&4#&$(&%&2a5V430%<&0+4#%#'0$&@Q450#;7.*+*aPP4(&$*,88%4#2DQ42,$7.-+",
-    "V`dbN.:5L4./;2(+*X<6$0*&-4$+@(&b'M40+B`J`%44*.)%$&$)&##&#94'&##&$%/3/4#,$2++*`,)&$H4(&$(/;73",
-    "=`dr.4+0I4(/4%,)'1*4,0O41,$7<&:/`.>)+:c(*&#F4)&#)/<&2,>6%#8?6$7&#/2`/(&##&#G4'%%&##&#(/3**+",
-    ">`e`F'&##&#A4&&##&#&/.)+*d,44%,#*)#/30.&#C4(&%&,.0+)`<.16<>)/8n7.`L`T6#&:-b1&`jZ`F<#:/pUT1?0'",
-    "N`hb502aaThL&cnWh>&)@.#+6&#8`4.#+*(?6$&+:,Q4(,&,%@%;+:,+&#(*#6&'4&j>`%,84%:`K`05&/4X&)%0.&`&#",
-    "U`p`H73&-#20be1&*sG&L*&csY%&#(&##&#cT%1&?$%$&0%&*eE&`e>`P&'.&%*&)+E$0#+<%Bam6O&$86+`Y&^c'&,H",
-    "^`}_K]0&4$0'D)@)4#0(4?0%4^&7`'0$3:a$5&.5>.`<:+:*a1`:&#`,&##%$&$#&$%&#-%#&#(&#`&&#%&$)&#(&#=",
-    ">`}q%%&#&%#&%(&#dI&$:C@:C@@C@:C@@C@:C@@C@:C@@C@:C@).$S<gA0X4%0S4)/4//4#(&*1&&#02q:@&('6bC(&#2",
-    "Na__=(&##&#&2'`#5C2`VN6%(0(.$+)&CBd6?323M4%(+='BfN=4%(+*k8(&#%&##&#0&#b2.$*,(:K`)<(/.&+6&#",
-    "Fa`t'\\;8$;8%&`2N;80*b0%&#<&##%#%$&#+&#%%#%#%(%&%#%#&#$&##%#%$%#%#%#%#&##%#&$%&#(&#%&#%%#&#+",
-    ">a`}%2&'$&#&&#2FV#&c@M&&`I&.0&$0&#0&#F:,.<aJ&Z>&/M&&*&)#&0'&aDo9&&2&%.&%`\\&&`D&(-%&&1-&&Y&*+",
-    "^abf^I&*?&$#&`4dI&./&$.&%*&)O&#(&*/&&*&)*&)a<&#X:G+*p,uf]&Bad/&(bK&$b_#&0b{B&1i7&`h(h#&x(aq4",
-    ">bg~.adUUjquK&@`EBa*b]F``z^`ac/&$`ac/",
+static const char *const UNICODE_CLASSES[] = {   // the index into CLASS_LETTERS
+    "`0*(&,3'0$+('+(%L+H#,$(#P;T$+`/`+P;K+'+4'',;'/,&',#?;+30%8#;GD#+7';0$3@8KH@KHb0+(%,%(b=+(<,3",
+    "^jP%@-D/@&D(?C?D20`U8%+CH#-$($C?N&#GC@$%#&#5&#P`H$`DBKHa4K0(8aO&#G-$<'TJP#.$$2#N+'+(#+(#+'2*<",
+    ">x5%<#>-'0$(#+(#,#0,+;8$8L46T+H%8#30`H;74(C/0'0#4#30%0#`(+`$$D#?</=#O30?4<2$`>4,/`*0+`$B4*0#C",
+    "V``]$75$4#@74%/4*/4$/4&.$0:#:4$-$:#,&'9C@'V##B()0K49C@B0W4$/43/4(0+4#,#L+G814$2#)&$#&$7&#(%#",
+    ">`h<%5$/4(&$#&$$/5*2&#&#$4#V$+`$#D#8'<#?;'&$$2#'&&#&$7&#(&##&##&##5$&#&&&#&$$%%2)%%#`*)+P#0$3",
+    "U`kH*,$2#*&#$&#7&#(&##&#&5$/4)&#$&#$1$&1#4#V$+G+A)4'&#$2#)&$#&$7&#(&##&#&5$/4(&$#&$$&)$2&#&#$",
+    "N`oD#V$+??,'-,/&#'&%$&#%&%#%#&##&%#&%$&%-6&&&%$&#%1$5(V0+X$<)2'&0)&#$&#8&#15$/4(&#$&#%&)#2#$",
+    "=`sO&$#4#V$+I)0(;?4$+8)&#$&#8&#+&#&5$/4(&#$&#%&)#2(#&##4#V$+`&##3&.%0*&#$&#J4#/4(&#$&#%/CB&$3",
+    "F`wZ(($4#V$+X*;@'6#$2#3&%9&#*%#&$(5%&&'%#&#)V(+R$#+:.Q30#4(5&@(4)+L+H#:G#%#&#&&#9%#&#+30#4*/",
+    ">`}Z&%#6#(V#+`&$%%BD$(0+',$0#4'D+X+;/3/3/,%(#0)&#E6&5+(#0&4,&#E6#)/4'&##(&,%(#:GL45/`(+H'8'4%",
+    ">adP%4$/4$0#4(0$4%0.4-/3T+P%4#HG`9#%'&$LO7`0$`,d>&#%&$(%#&#%&$J&#%&$B&#%&$(%#&#%&$0&#Z&#%&$`(",
+    "NaqG$,*05*%1D+J(`;&$'E$8i5C'82KH;<#:%`0<$`0$`D)&)34%2+44$,#:+34#2..&#$6##2.U4A,$7<$+?3V$+Z(+",
+    "Vbe:,($C?T+`&(`>&)&4#0C3/&'`+&,@6#-&&-5&*%#L+`$?&$&&-M&&;`*(+W>%C@84&.$#8V4+&#>%$T+&(+J((7<'",
+    "NbpV@&S&0P420)`*%+H(,+0*4*(#*#$0?4.0#`(+`$M4/.*%8E45.%&L+`&%$`(+`$E<#T*`6)L&$$D)**$+(60%30'3",
+    ">bzC#4$/*'M,`$(.+(C,F4`%8cG&$'&$G&$'&$)%#%#%#&#@&$V&#(KGL$H$&#(L$H%&$'N#$H.L$J$$&#(L#.#,,&89",
+    "`*ch.#,&'00`8#`4$+(.+'`7`4+3,&&#+G'.$'<$(#7,+<$(#:#.F%B21B61#[X%[X#G`H$`D#`H$`CK[X$\\&X'[WGK[",
+    "]cl?H#`H#WG`H#`C`G`C,%'L#H#`H#X&[`D%L%GK81`@D`L#`P%`;<#&&e1(%,>(#,c-&;,:7]<;`8U`L7<i1(/0?<R(#",
+    "^dhM@(+,eL(7,`$(%,A(#,e/&$A&#`NHa%,#(`LL'H%<$8#F'%/4#TG%#%'`.$Y%);)008&+(&#(&#(&#(&#(&#(&#(",
+    ">ebF(6#A,P7<A,#(-.D;&#`>&.bC&<1+0$+@#`G`,+,#(-+`(*`4'+8&D#`($`D#;,#B#`;6$#4#@$;8`?;8%&'L&#`C",
+    "^er>#8%<+@ADE%-@1D@:#+<?8);80<A8+<H80<d5@blUD`%@jp2F%XB+O<#8c><$81`(+`$#*6O+4%+(++7(=,#4#0`+",
+    "a&ug(+`4#,'.*8@*D#H`3+(8+D#H%+`0\\&'#%#&#&`.:$`0#`,$`/`,(30$30%3084&4%/*%'<%B(U<%**#0S43.*#L+",
+    "NuoB30'<$7;8#3T+`$=4),#884.--8>6%%0P4/,.9#`(+J&#8&30+`(+`$&&#J4/2+$30)4#V$+J$%88D$?4$0S3/4$0#",
+    "Nuw9#0&4#/3/&:$<#8,4&,#8$4#2,'&$'&$'&+(&#(`2#LG@%`0*`+D#J&`5,D4)+(#V$+`&(dy-&.8&&RV&ckQPe'",
+    ">``kB`O*H(&.&-'30+C@.&#&%#&##&##&#`QD2B2e$<#,1@`%&$WE)BB-D%01,+*(1,$`8#`49`8$`4$&#/+',$)#+(#",
+    ">``|F&&#a0U$:#$+('+(%L+H#,$(#@;D$+`/`+H;C+'+((8`>&%'&$'&$'&$$F%(&#(6,$0#B$-&#;&#4&##&#0&$/",
+    ">`ae:a$>'$2&N>%*`(V`<%<28#<$&#.%%&QN/2a,>&%R51(<*&A,%*+5`G`D)`G`F'G4&2'?=#8E&&);`0&`NL`5,`3",
+    "`B`av^+`.(E&&E.&I&*U=-T,&#0&#(&##&#,&#0&#(&##`.`)d,&+7&,)&:'&#K&#*&`+'%$&#M&##%%&$8=#0)(8D#8(",
+    ">`bgB@.***R4&##.'&(7,'5%8;=':`&Y.&#(#,1&$O'4$&##&'%0%&#$&#>6$$%&(*6)*:)>,#38>,$*B)C@=4#*&&4(",
+    ">`br.W>%(87.$)(4.')(3>)%2.(*`6`.*YT&/T6)'(E4%V*+ZcX@*#K6##+:$#6`1$0>,+'&*74,(%4&:834%,%:H6,(",
+    ">`cf^86+$0V40,(2&5\\+O0#4#/6+%0N4,,#;8%'E,R$:`*)+R($0E4/V#+H%74#/&*D3,#76+$0Q4/0%<%(%+(#T+`#;",
+    "=`co><$2#5*-3&#:4-,''0#32`$(%#&#%&#0&#+;:(P4-V'+R(%2#)&$#&$7&#(&##&#&6##/4(&$#&$$1$5(2'&4#&$(",
+    "N`cv.&2a5V430%<&L+H#%#'0$&@Q450#;7`**+`&aPP4(&$*,88%4#2DQ42,$7`*-+J(.:5L4./;N(+`&X<6$0V&+X#4$",
+    "]`df=@(&b'M40+B`J`%`0+X**.)%$&$)&##&#94'&##&$%/3/4#,$N++`&`,)&$H4(&$(/;731=4+0I4(/4%,)'1*4,0O",
+    "N`dt@1,$7<&:/`.>)+:c(*&#F4)&#)/<&N,+X46%#8?6$7&#/2`/(&##&#G4'%%&##&#(/3V*+`&('&##&#A4&&##&#&/",
+    "`B`eaJ+`&d,44%,#*)#/30.&#C4(&%&,.L+`%`<.16<>)/8n7`J`L`T`.#&:-b1&`jZ`F<#:/pUT1?0'402aaThL",
+    ">`n~^h>&)@`*#+J&#8`4`*#+`&(?6$&+:,Q4(,&,%@%;+F,+Z#(*#6&'4`2j>`%`$84%:`K`05&/4X&)%0.&`&#;73&-#",
+    ">`pa*be1&*sG&L*&csY%&#(&##&#cT%1&?$%$&0%&*eE&`e>`P&'.&%*&)+E$0#+<%Bam6O&$86+`Y&^c'&,H&$]0&4$",
+    "N`}`S'D)@)4#0(4?0%4^&7`'0$3:a$5&.5>.`<:+:`2a1;(;,;((&#3,;(;+&##%$&$#&$%&#)(%%#&#(&#,,;(;,#&#%",
+    "`R`}p3)&#(*#;,#&#%&#&%#&%(*#;,;(;,;(;,;(;,;(;,;(;,;(=.$:OL:GL',:OL:GL',:OL:GL',:OL:GL',:OL:G",
+    "`J`}{V'+'*$S@gA0X4%0S4)/4//4#(&*1&&#0^q:+`+`05&('ZbC(&#2&$(&##&#&2'`#5C2`VN6%(0(`*$+`%&CBd6?3",
+    ">a_jNM4%T+A'BfN=4%T+`&k8(&#%&##&#0&#b2.$*,(:K`)<(/`*&+J&#2l'\\;8$;8%&`2N;80*b0%&#<&##%#%$&#+",
+    ">a`{F%%#%#%(%&%#%#&#$&##%#%$%#%#%#%#&##%#&$%&#(&#%&#%%#&#+&#2&'$&#&&#2FV#&c@M&&`I&.0&$0&#0&#F",
+    "FaagB.<D`8;`4'`8;`4'`8;`4E&Z>&/M&&*&)#&0'&aDo9&&2&%.&%`\\&&`D&(-%&&1-&&Y&*+&(I&*?&$#&`4dI&./",
+    "^aboR.&%*&)O&#(&*/&&*&)*&)a<&#XFG+`&p,uf]&Bad/&(bK&$b_#&0b{B&1i7&`h(h#&x(aq4&'adUUjquK&@`E",
+    "Nm|~^b]F``z^`ac/&$`ac/",
 };
 
 static const char *const UNICODE_LOWER[] = {   // the number to add; 0, -1: pairs, see above
@@ -9888,7 +9902,8 @@ static const struct { char letter; const uint32_t *ranges; } MORE_CLASSES[] = {
     {'K', U"\u0800\u9FA5\uAC00\uD7FF"}, {'g', U"\u3131\u318E\uAC00\uD7A3"},
     {'h', U"\u3400\u4DBF\u4E00\u9FFF\uF900\uFAFF\U00020000\U0002A6DF\U0002A700\U0002B81F"
           U"\U0002B920\U0002CEAF\U0002F800\U0002FA1F"},
-    {'H', U"\U0002B820\U0002B91F\U0002CEB0\U0002EBEF"},
+    {'H', U"\u2E80\u2E99\u2E9B\u2EF3\u2F00\u2FD5\u3005\u3005\u3007\u3007\u3021\u3029\u3038\u303B"
+          U"\U00016FE2\U00016FF1\U0002B820\U0002B91F\U0002CEB0\U0002EE5D\U00030000\U000323AF"},
     {'b', U"!!(),,..??||\u060C\u060C\u06D4\u06D4\u0964\u0964\u2026\u2026\u3001\u3002\uFF0C\uFF0C"},
     {'q', U"\u2014\u2014\u2018\u2019\u201C\u201D\u2026\u2026\u3001\u303F\uFE30\uFE4F\uFF01\uFF01"
           U"\uFF0C\uFF0C\uFF1A\uFF1B"},
@@ -9896,23 +9911,32 @@ static const struct { char letter; const uint32_t *ranges; } MORE_CLASSES[] = {
           U"\u4E00\uFAFF\uFF65\uFF9F"},
 };
 
+static uint32_t unicode_lower(uint32_t c) {
+    int32_t d = range_value(UNICODE_LOWER, COUNT(UNICODE_LOWER), c, INT32_MAX);
+    if (d == INT32_MAX) return c;
+    if (d == 0) return c | 1;   // a pair, upper even
+    return d == -1 ? c + (c & 1) : c + d;   // upper odd
+}
+
 static uint64_t unicode_classes(uint32_t c) {
+    static const char *const CLASS_LETTERS[] = {   // the last three: see UNICODE_CLASSES
+        "ULu", "vLl", "Lc", "xL", "N", "M", "P", "S", "s", "C", "", "ND", "L", "UL", "ULc", "NW",
+        "PW", "SW"};
     int32_t k = range_value(UNICODE_CLASSES, COUNT(UNICODE_CLASSES), c, 10);
-    uint64_t set = CLASS("ulcxNMPSsCO"[k]) | (k < 4 ? CLASS('L') : 0);
+    uint64_t set = 0, cased = CLASS('U') | CLASS('v') | CLASS('x');
+    for (const char *letter = CLASS_LETTERS[k]; *letter; letter++) set |= CLASS(*letter);
+    if (set & CLASS('L') && !(set & cased)) set |= CLASS(unicode_lower(c) == c ? 'v' : 'U');
     if (c == '~') set = 0;   // llama.cpp's expressions do not count it as a symbol
     if (k == 8 && c >= 0x80) return set;   // a space beyond ASCII is in no other class
     for (size_t i = 0; i < COUNT(MORE_CLASSES); i++)
         for (const uint32_t *range = MORE_CLASSES[i].ranges; *range; range += 2)
             if (c >= range[0] && c <= range[1]) set |= CLASS(MORE_CLASSES[i].letter);
-    return set | (set & CLASS('L') && !(set & (CLASS('h') | CLASS('H'))) ? CLASS('y') : 0);
+    return set | (set & CLASS('x') && !(set & (CLASS('h') | CLASS('H'))) ? CLASS('y') : 0);
 }
 
 static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents) {
     if (strip_accents) c = range_value(UNICODE_BASE, COUNT(UNICODE_BASE), c, c);
     uint64_t set = unicode_classes(c), drop = CLASS('C') | (strip_accents ? CLASS('M') : 0);
     if (c == UTF8_BAD || set & drop) return 0;
-    int32_t d = range_value(UNICODE_LOWER, COUNT(UNICODE_LOWER), c, INT32_MAX);
-    if (!lower_case || d == INT32_MAX) return c;
-    if (d == 0) return c | 1;   // a pair, upper even
-    return d == -1 ? c + (c & 1) : c + d;   // upper odd
+    return lower_case ? unicode_lower(c) : c;
 }
