@@ -4011,6 +4011,7 @@ static uint32_t utf8_decode(const char *s, size_t n, size_t *used);
 static size_t utf8_encode(uint32_t c, char *out);
 static bool utf8_valid(uint32_t c, size_t used);
 static uint64_t unicode_classes(uint32_t c);   // a bit for each letter of the rules below
+static uint32_t unicode_lower(uint32_t c);
 static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents);
 
 // Byte-level BPE spells a printable byte as itself and the other 68 as U+0100 to U+0143.
@@ -4094,8 +4095,7 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 //
 // To add a pre-tokenizer, add its name to the row that has its rules, or add a row of at most six.
 // A new letter goes to MORE_CLASSES, too. Then add words to test.c. The flags say that a word which
-// is a token stays whole, that BOS is added, that only spaces are respelled, and that white space is
-// no word.
+// is a token stays whole, that BOS is added, that only spaces are respelled, that words are all.
 enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4, PRE_WORDS = 8 };
 typedef struct { const char *names; int flags; const char *rule[7]; } PreTokenizer;
 
@@ -4953,10 +4953,11 @@ typedef struct { char *text; unsigned char *mark; size_t n; char *block; } Rende
 enum { FOREIGN = 1, ROOM = 2,   // in the shadow; ROOM: free bytes into which a text may grow
        LONGEST_RANGE = 100000, MOST_PARAMS = 6,   // of a row of BUILTINS
        DEEPEST = 400 << 10 };   // bytes of a thread's stack, which may have 512 KB, for recursion
-enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_GENERATOR, V_DICT, V_LOOP,
-       V_MACRO };
+enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_GENERATOR, V_DICT,
+       V_NAMESPACE, V_LOOP, V_MACRO };
 static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "float", "str",
-                                          "list", "generator", "dict", "loop", "macro"};
+                                          "list", "generator", "dict", "namespace", "loop",
+                                          "macro"};
 typedef struct Value Value;
 typedef struct Node Node;
 typedef struct { Value *v; size_t n; } List;   // also of a tuple
@@ -5105,15 +5106,33 @@ static Str strip(Template *t, Str s, Value set, int side) {
     return s;
 }
 
-// s in another case, of ASCII alone: `how` is the first letter of upper, lower, capitalize or title
+// s in another case; how: u(pper), l(ower), c(apitalize), t(itle) or T, which is Python's title. A
+// capital lies at one of these distances from its small letter; other capitals are not known.
 static Str recased(Template *t, Str s, char how) {
-    char *c = copy(t, s);
-    for (size_t i = 0; i < s.n; i++) {
-        bool first = i == 0 || (how == 't' && strchr("-([{< \t\n", c[i - 1]));
+    static const int distances[] = {32, 2, 1, 80, 48, 63, 37, 38, 64, -121, 40};
+    uint64_t cased = CLASS('U') | CLASS('v'), before = 0;   // classes
+    Str out = NOTHING;
+    for (size_t i = 0, n, more; i < s.n; i += n) {
+        uint32_t c = utf8_decode(s.s + i, s.n - i, &n), next = 0;
+        if (i + n < s.n) next = utf8_decode(s.s + i + n, s.n - i - n, &more);
+        bool first = i == 0 || (how == 't' && strchr("-([{< \t\n", s.s[i - 1]));
+        if (how == 'T') first = !(before & cased);
         bool up = how == 'u' || (how != 'l' && first);
-        if (!(c[i] & 0x80)) c[i] = up ? toupper(c[i]) : tolower(c[i]);
+        uint32_t to = up ? c : unicode_lower(c);
+        for (size_t k = 0; up && to == c && k < COUNT(distances); k++)
+            if (unicode_lower(c - distances[k]) == c) to = c - distances[k];
+        if (up && to == c && unicode_classes(c) & CLASS('v'))
+            stop(t, "the capital of U+%04X is not known", c);
+        bool ends = before & cased && !(unicode_classes(next) & cased);
+        if (to == 0x3C3 && c != to && ends) to = 0x3C2;   // a sigma
+        char bytes[4], *mark = shadow(t, s.s + i);
+        size_t size = utf8_encode(to, bytes);
+        out = concat(t, out, (Str){bytes, size});
+        if (mark) memset(shadow(t, out.s + out.n - size), *mark, size);
+        before = unicode_classes(c);
+        spend(t, 1);
     }
-    return (Str){c, s.n};
+    return out;
 }
 
 // ---- its values, which behave as Python's
@@ -5200,6 +5219,11 @@ static Dict *new_dict(Template *t, Dict *outer) {
     return d;
 }
 
+static Value apply(Template *t, Str filter, Value v, Args more);
+static Str join(Template *t, Str by, List l);
+static List sorted(Template *t, List l, Value attribute, bool reverse, bool exact);
+static List pairs_of(Template *t, Value v);
+
 // The items that a loop over v sees: elements of a list, characters of a text, keys of a dict.
 static List items_of(Template *t, Value v) {
     List l = {0};
@@ -5219,31 +5243,40 @@ static int64_t length(Template *t, Value v) {
     return v.kind == V_STRING ? characters(t, v.s) : items_of(t, v).n;
 }
 
-// index v of a slice, within 0 .. n; a negative one counts from the end
-static int64_t bound(Value v, int64_t n, int64_t otherwise) {   // if v is no whole number
+// index v of a slice; a negative one counts from the end; back: 1 if the slice goes backwards
+static int64_t bound(Value v, int64_t n, int back, int64_t otherwise) {   // if v is no whole number
     int64_t i = is_int(v) ? v.i : otherwise;
-    if (i < 0) i += n;
-    return i < 0 ? 0 : smaller(i, n);
+    if (is_int(v) && i < 0) i += n;
+    return i < -back ? -back : smaller(i, n - back);
 }
 
-static Value slice(Template *t, Value v, Value from, Value to) {   // v[from:to]; a view
+static Value slice(Template *t, Value v, Value from, Value to, Value by) {   // v[from:to:by]
     if (v.kind != V_LIST) must_be(t, v, V_STRING);
-    int64_t n = length(t, v), a = bound(from, n, 0), b = larger(a, bound(to, n, n));
-    if (v.kind == V_LIST) v.list = (List){v.list.v + a, b - a};
-    if (v.kind == V_LIST) return v;
-    Str s = behind(t, v.s, a);
-    return string_value((Str){s.s, s.n - behind(t, s, b - a).n});
+    int64_t n = length(t, v), step = is_int(by) ? by.i : 1;
+    int back = step < 0;
+    int64_t a = bound(from, n, back, back * n), b = bound(to, n, back, back ? -1 : n);
+    List l = {0};
+    if (!step) stop(t, "a slice has a step of 0");
+    if (step == 1 && v.kind == V_STRING) {   // a view
+        Str s = behind(t, v.s, a);
+        return string_value((Str){s.s, s.n - behind(t, s, a < b ? b - a : 0).n});
+    }
+    for (List all = items_of(t, v); back ? a > b : a < b; a += step) push(t, &l, all.v[a]);
+    if (v.kind == V_STRING) return string_value(join(t, NOTHING, l));
+    v.list = l;
+    return v;
 }
 
 // v.key or v[key]. What is not there is undefined, but an error in an undefined value or a loop.
 static Value member(Template *t, Value v, Value key) {
     if (v.kind == V_UNDEFINED) must_be(t, v, V_DICT);
-    Value *found = v.kind == V_DICT || v.kind == V_LOOP ? entry(t, v.dict, key) : NULL;
+    Value *found = v.kind >= V_DICT && v.kind <= V_LOOP ? entry(t, v.dict, key) : NULL;
     if (found) return *found;
     if (v.kind == V_LOOP) must_be(t, undefined_value(must_be(t, key, V_STRING).s), V_INT);
     if (is_int(key) && (v.kind == V_LIST || v.kind == V_STRING)) {
         int64_t n = length(t, v), i = key.i < 0 ? key.i + n : key.i;
-        if (i >= 0 && i < n) return *items_of(t, slice(t, v, int_value(i), int_value(i + 1))).v;
+        Value next = int_value(i + 1), by = int_value(1);
+        if (i >= 0 && i < n) return *items_of(t, slice(t, v, int_value(i), next, by)).v;
     }
     return undefined_value(key.kind == V_STRING ? key.s : str("an element"));
 }
@@ -5256,7 +5289,8 @@ static void write_float(double f, char *s, size_t size) {   // in the fewest dig
     if (e >= -4 && e < 16) snprintf(s, size, "%.*f", digits > e ? digits - e : 1, f);
 }
 
-static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent);
+enum { PYTHON, JSON, SORTED };   // SORTED: JSON with the keys in order
+static Str written(Template *t, Str s, Value v, int json, Str line, Str indent);
 static Str to_text(Template *t, Value v) {   // as Python's str writes v
     char s[32];
     if (v.kind == V_STRING) return v.s;
@@ -5264,7 +5298,7 @@ static Str to_text(Template *t, Value v) {   // as Python's str writes v
     if (v.kind == V_NONE) return str("None");
     if (v.kind == V_BOOL) return str(v.i ? "True" : "False");
     if (v.kind == V_LIST || v.kind == V_DICT)
-        return written(t, NOTHING, v, false, NOTHING, NOTHING);
+        return written(t, NOTHING, v, PYTHON, NOTHING, NOTHING);
     if (v.kind == V_FLOAT) write_float(v.f, s, sizeof s);
     else snprintf(s, sizeof s, "%lld", (long long)must_be(t, v, V_INT).i);
     return concat(t, NOTHING, str(s));
@@ -5285,7 +5319,7 @@ static Str quoted(Template *t, Str s, Str text, bool json) {   // s, then text i
 }
 
 // s, then v as JSON or as Python has it; each element is behind `line` and `indent`, unless empty
-static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent) {
+static Str written(Template *t, Str s, Value v, int json, Str line, Str indent) {
     bool dict = v.kind == V_DICT;
     const char *brackets = dict ? "{}" : "[]";
     enter(t);
@@ -5295,15 +5329,16 @@ static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent)
     if (v.kind == V_STRING) return quoted(t, s, v.s, json);
     if (v.kind != V_LIST && !dict) return concat(t, s, to_text(t, v));
     if (v.tuple && !json) brackets = "()";
-    List l = dict ? v.dict->pairs : v.list;
+    List l = dict ? pairs_of(t, v) : v.list;
     Str inner = line.n ? concat(t, concat(t, NOTHING, line), indent) : NOTHING;
+    if (dict && json == SORTED) l = sorted(t, l, int_value(0), false, true);
     s = concat(t, s, (Str){brackets, 1});
     for (size_t i = 0; i < l.n; i++) {
-        bool key = !dict || i % 2 == 0;   // or an element of a list
-        if (!key) s = concat(t, s, str(": "));
-        if (key && i > 0) s = concat(t, s, str(line.n ? "," : ", "));
-        if (key) s = concat(t, s, inner);
-        s = written(t, s, l.v[i], json, inner, indent);
+        Value x = l.v[i];
+        if (i > 0) s = concat(t, s, str(line.n ? "," : ", "));
+        s = concat(t, s, inner);
+        if (dict) s = concat(t, written(t, s, *x.list.v, json, inner, indent), str(": "));
+        s = written(t, s, dict ? x.list.v[1] : x, json, inner, indent);
     }
     if (l.n == 1 && *brackets == '(') s = concat(t, s, str(","));
     if (l.n) s = concat(t, s, line);
@@ -5339,22 +5374,28 @@ static Value operate(Template *t, Str op, Value a, Value b) {
         return a;
     }
     if (o == '*' && a.kind == V_STRING && is_int(b)) return string_value(repeat(t, a.s, b.i));
-    if (!is_number(a) || !is_number(b) || str_eq(op, "**")) stop_types(t, op, a, b);
+    if (o == '%' && a.kind == V_STRING)
+        return apply(t, str("format"), a, (Args){.list = b.tuple ? b.list : (List){&b, 1}});
+    if (!is_number(a) || !is_number(b)) stop_types(t, op, a, b);
     double x = number(a), y = number(b), left = fmod(x, y);
     if (!y && strchr("/%", o)) stop(t, "division by zero");
     if (left && (left < 0) != (y < 0)) left += y;   // it has the sign of y
     double z = op.n == 2 ? (x - left) / y + 0.0 : x / y;   // no -0.0 in x // y
     if (o == '+') z = x + y;
     if (o == '-') z = x - y;
-    if (o == '*') z = x * y;
+    if (o == '*') z = op.n == 2 ? pow(x, y) : x * y;
     if (o == '%') z = left;
     if (!(fabs(z) < 9e15)) stop(t, "a number is too large");
-    return is_int(a) && is_int(b) && !str_eq(op, "/") ? int_value((int64_t)z) : float_value(z);
+    bool whole = !str_eq(op, "/") && (!str_eq(op, "**") || y >= 0);
+    return is_int(a) && is_int(b) && whole ? int_value((int64_t)z) : float_value(z);
 }
 
 static bool passes(Template *t, Str test, Value v, Value x) {   // v is test, or v is test(x)
     static const char *const kinds[] = {"undefined", "none", "boolean", "integer", "float",
                                         "string", "", "", "mapping"};
+    static const char *const operators[][2] = {{"==", "== eq equalto"}, {"!=", "!= ne"},
+        {"<", "< lt lessthan"}, {"<=", "<= le"}, {">", "> gt greaterthan"}, {">=", ">= ge"},
+        {"in", "in"}};
     for (int k = 0; k < (int)COUNT(kinds); k++)
         if (is(test, kinds[k])) return v.kind == k;
     if (is(test, "defined")) return v.kind != V_UNDEFINED;
@@ -5364,13 +5405,15 @@ static bool passes(Template *t, Str test, Value v, Value x) {   // v is test, or
     if (is(test, "sequence iterable")) return !v.kind || (v.kind >= V_STRING && v.kind <= V_DICT);
     if (is(test, "sameas") && v.kind != x.kind) return false;
     if (is(test, "sameas") && v.kind > V_STRING) return v.dict == x.dict;   // or a list's v
-    if (is(test, "eq equalto sameas")) return !order(t, v, x);
+    if (is(test, "sameas")) return !order(t, v, x);
+    if (is(test, "filter")) return entry(t, t->builtins, must_be(t, v, V_STRING));
+    for (size_t k = 0; k < COUNT(operators); k++)
+        if (is(test, operators[k][1])) return operate(t, str(operators[k][0]), v, x).i;
+    if (is(test, "odd even")) return (must_be(t, v, V_INT).i & 1) == (*test.s == 'o');
     stop(t, "there is no test '%.*s'", STR_ARG(test));
 }
 
 // ---- its filters, methods and functions
-static Value apply(Template *t, Str filter, Value v, Args more);
-
 static Str join(Template *t, Str by, List l) {
     Str s = NOTHING;
     spend(t, l.n);
@@ -5400,20 +5443,20 @@ static Value get(Template *t, Value x, Value attribute) {
     return x;
 }
 
-// the key by which an element is compared, in lower case
-static Value key_of(Template *t, Value v, Value attribute) {
+// the key by which an element is compared, unless `exact` in lower case
+static Value key_of(Template *t, Value v, Value attribute, bool exact) {
     v = get(t, v, attribute);
-    return v.kind == V_STRING ? string_value(recased(t, v.s, 'l')) : v;
+    return v.kind == V_STRING && !exact ? string_value(recased(t, v.s, 'l')) : v;
 }
 
-static List sorted(Template *t, List l, Value attribute, bool reverse) {
+static List sorted(Template *t, List l, Value attribute, bool reverse, bool exact) {
     List out = {0};
     Str before = str(reverse ? ">" : "<");
     for (size_t i = 0, k; i < l.n; i++) {
-        Value key = key_of(t, l.v[i], attribute);
+        Value key = key_of(t, l.v[i], attribute, exact);
         push(t, &out, l.v[i]);
-        for (k = i; k && operate(t, before, key, key_of(t, out.v[k - 1], attribute)).i; k--)
-            out.v[k] = out.v[k - 1];
+        for (k = i; k; out.v[k] = out.v[k - 1], k--)
+            if (!operate(t, before, key, key_of(t, out.v[k - 1], attribute, exact)).i) break;
         out.v[k] = l.v[i];
     }
     return out;
@@ -5430,21 +5473,23 @@ static List pairs_of(Template *t, Value v) {   // of a dict, as tuples of two
 // them. To add a name, add it here, if it is a method or function also to one of the lists below,
 // then its result to builtin or text_builtin, and a row to TEMPLATES in test.c.
 static const char *const BUILTINS[] = {
-    "upper lower capitalize title string safe (s)", "trim strip lstrip rstrip (s, chars=none)",
-    "replace (s, old, new)", "split (s, sep, maxsplit=-1)", "startswith endswith find rfind (s, x)",
-    "format braces (s, a, b, c, d, e)", "indent (s, width=4, first=false, blank=false)",
-    "int (v, default=0)", "float (v, default=0.0)", "round (v, precision=0, method='common')",
-    "join (v, d='')", "tojson (v, ensure_ascii=false, indent=none)",
+    "upper lower capitalize title Title string safe escape e (s)", "split (s, sep, maxsplit=-1)",
+    "trim strip lstrip rstrip (s, chars=none)", "startswith endswith find rfind (s, x)",
+    "replace (s, old, new)", "format braces (s, a, b, c, d, e)", "join (v, d='')",
+    "indent (s, width=4, first=false, blank=false)", "int (v, default=0)", "float (v, default=0.0)",
+    "tojson (v, ensure_ascii=false, indent=none, separators=none, sort_keys=false)",
     "default d (v, default_value='', boolean=false)", "get (v, key, default=none)",
-    "length list first last items keys dictsort (v)", "map (v, filter, x, y, attribute=none)",
-    "sort unique min (v, reverse=false, attribute=none)", "select reject (v, test, x)",
-    "selectattr rejectattr (v, attribute, test, x)", "namespace ()",
-    "range (start, stop=none, step=1)", "raise_exception (message)", "strftime_now (format)",
+    "length count list first last items keys values dictsort reverse (v)",
+    "map (v, filter, x, y, attribute=none)", "round (v, precision=0, method='common')",
+    "sort unique min max (v, reverse=false, attribute=none)", "select reject (v, test, x)",
+    "selectattr rejectattr (v, attribute, test, x)", "namespace dict ()", "strftime_now (format)",
+    "sum (v, attribute=none, start=0)", "range (start, stop=none, step=1)",
+    "raise_exception (message)",
 };
 static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip replace split "
                                "startswith endswith find rfind format join";
-static const char OF_DICTS[] = "get items keys";
-static const char FUNCTIONS[] = "namespace range raise_exception strftime_now";
+static const char OF_DICTS[] = "get items keys values";
+static const char FUNCTIONS[] = "namespace dict range raise_exception strftime_now";
 
 static Str date(Template *t, Str format) {   // now; for tests SOURCE_DATE_EPOCH, in UTC
     const char *epoch = getenv("SOURCE_DATE_EPOCH");
@@ -5473,7 +5518,10 @@ static Str filled(Template *t, Str s, const Value *a, const char *hole) {
 static Value text_builtin(Template *t, Str f, Str s, const Value *a) {   // s: a[0] as a text
     if (is(f, "raise_exception")) stop(t, "%s", copy(t, s));
     if (is(f, "strftime_now")) s = date(t, s);
-    if (is(f, "upper lower capitalize title")) s = recased(t, s, *f.s);
+    if (is(f, "upper lower capitalize title Title")) s = recased(t, s, *f.s);
+    static const char *const html[] = {"&&amp;", "<&lt;", ">&gt;", "'&#39;", "\"&#34;"};
+    for (size_t i = 0; i < COUNT(html) && is(f, "escape e"); i++)
+        s = join(t, str(html[i] + 1), split(t, s, (Str){html[i], 1}, -1));
     if (is(f, "trim strip lstrip")) s = strip(t, s, a[1], LEFT);
     if (is(f, "trim strip rstrip")) s = strip(t, s, a[1], RIGHT);
     if (is(f, "replace")) s = join(t, to_text(t, a[2]), split(t, s, to_text(t, a[1]), -1));
@@ -5519,30 +5567,36 @@ static Value chosen(Template *t, Str f, Value v, Value attribute, Value name, Li
 __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     Value v = a[0], none = {.kind = V_NONE};
     List l = {0};
-    if (is(f, "length")) return int_value(length(t, v));
+    if (is(f, "length count")) return int_value(length(t, v));
     if (is(f, "list keys")) return list_value(items_of(t, v));
     if (is(f, "default d")) return !v.kind || (truth(a[2]) && !truth(v)) ? a[1] : v;
     if (is(f, "join") && v.kind == V_STRING) return string_value(join(t, v.s, items_of(t, a[1])));
     if (is(f, "join")) return string_value(join(t, to_text(t, a[1]), items_of(t, v)));
     if (is(f, "items")) return list_value(pairs_of(t, v));
-    if (is(f, "dictsort")) return list_value(sorted(t, pairs_of(t, v), int_value(0), false));
-    if (is(f, "sort")) return list_value(sorted(t, items_of(t, v), a[2], truth(a[1])));
-    if (is(f, "min")) v = list_value(sorted(t, items_of(t, v), a[2], false));
-    if (is(f, "first last min"))
+    if (is(f, "values")) return list_value(chosen(t, str("map"), list_value(pairs_of(t, v)),
+                                                  int_value(1), (Value){0}, l).list);
+    if (is(f, "reverse") && v.kind != V_STRING) v = list_value(items_of(t, v));
+    if (is(f, "reverse")) return slice(t, v, none, none, int_value(-1));
+    if (is(f, "sum")) {
+        for (l = items_of(t, v), v = a[2]; l.n; l.n--)
+            v = operate(t, str("+"), v, get(t, *l.v++, a[1]));
+        return v;
+    }
+    if (is(f, "dictsort")) return list_value(sorted(t, pairs_of(t, v), int_value(0), false, false));
+    if (is(f, "sort")) return list_value(sorted(t, items_of(t, v), a[2], truth(a[1]), false));
+    if (is(f, "min max")) v = list_value(sorted(t, items_of(t, v), a[2], f.s[1] == 'a', false));
+    if (is(f, "first last min max"))
         return member(t, list_value(items_of(t, v)), int_value(-(*f.s == 'l')));
     if (is(f, "map")) return chosen(t, f, v, a[4], a[1], (List){a + 2, !!a[2].kind + !!a[3].kind});
     if (is(f, "select reject")) return chosen(t, f, v, none, a[1], (List){a + 2, 1});
     if (is(f, "selectattr rejectattr")) return chosen(t, f, v, a[1], a[2], (List){a + 3, 1});
-    if (is(f, "get")) {
-        Value *found = entry(t, must_be(t, v, V_DICT).dict, a[1]);
-        return found ? *found : a[2];
-    }
+    if (is(f, "get")) v = member(t, must_be(t, v, V_DICT), a[1]);
+    if (is(f, "get")) return v.kind ? v : a[2];
     if (is(f, "unique")) {
         Value keys = list_value(l);
-        List all = items_of(t, v);
-        for (size_t i = 0; i < all.n; i++) {
-            Value key = key_of(t, all.v[i], a[2]);
-            if (!contains(t, keys, key)) push(t, &l, all.v[i]);
+        for (List all = items_of(t, v); all.n; all.n--, all.v++) {
+            Value key = key_of(t, *all.v, a[2], false);
+            if (!contains(t, keys, key)) push(t, &l, *all.v);
             push(t, &keys.list, key);
         }
         return (Value){.kind = V_GENERATOR, .list = l};
@@ -5550,8 +5604,10 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     if (is(f, "tojson")) {
         bool lines = a[2].kind != V_NONE;
         Str indent = repeat(t, str(" "), lines ? must_be(t, a[2], V_INT).i : 0);
-        if (truth(a[1])) stop(t, "tojson knows no ensure_ascii");
-        return string_value(written(t, NOTHING, v, true, str(lines ? "\n" : ""), indent));
+        if (truth(a[1]) || a[3].kind != V_NONE)
+            stop(t, "tojson knows no ensure_ascii and no separators");
+        return string_value(written(t, NOTHING, v, truth(a[4]) ? SORTED : JSON,
+                                    str(lines ? "\n" : ""), indent));
     }
     if (is(f, "int float")) {
         char *s = copy(t, strip(t, strip(t, to_text(t, v), none, LEFT), none, RIGHT)), *end;
@@ -5607,17 +5663,19 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     X(or, "and (`or` and)*") X(and, "not (`and` not)*") X(not, "`not` not | compare") \
     X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | `not` 'in') sum)?") \
     X(sum, "join ((`+` | `-`) join)*") X(join, "product (`~` product)*") \
-    X(product, "unary ((`**` | `*` | `//` | `/` | `%`) unary)*") \
+    X(product, "power ((`*` | `//` | `/` | `%`) power)*") X(power, "unary (`**` unary)*") \
     X(unary, "(sign | postfix) ('|' filter | test)*") \
     X(sign, "(`-` | `+`) (sign | postfix)") X(postfix, "atom (member | item | args)*") \
     X(atom, "string | number | list | dict | '(' tuple? ')' | name") \
     X(list, "'[' (value (',' value?)*)? ']'")   X(args, "'(' (arg (',' arg?)*)? ')'") \
     X(dict, "'{' (value ':' value (',' (value ':' value)?)*)? '}'") \
-    X(item, "'[' (value (':' bound)? | `:` (`:` '-' '1' | bound)) ']'") X(bound, "value?") \
-    X(member, "'.' (name args? | number)")      X(test, "'is' `not`? name postfix?") \
+    X(item, "'[' (value (':' bound (':' bound)?)? | `:` bound (':' bound)?) ']'") \
+    X(bound, "value?") X(member, "'.' (name args? | number)") \
+    X(test, "'is' `not`? (`in` | name) postfix?") \
     X(arg, "(`**` | `*`)? value ('=' value)?")  X(filter, "name args?") \
     X(block, "(text | print | '{%' (statement | wrong)?)*") X(print, "'{{' (tuple '}}' | wrong)") \
-    X(statement, "if | for | set | macro | call | pipe | raw | generation | break | continue") \
+    X(statement, "if | for | set | macro | call | with | pipe | raw | generation | break | " \
+                 "continue") \
     X(if, "'if' (value '%}' | wrong) block (elif | else)? 'endif' '%}'") X(cond, "'if' value") \
     X(elif, "'elif' (value '%}' | wrong) block (elif | else)?")     X(else, "'else' '%}' block") \
     X(for, "'for' (targets 'in' or cond? '%}' | wrong) block else? 'endfor' '%}'") \
@@ -5626,6 +5684,8 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     X(macro, "'macro' name (params '%}' | wrong) block 'endmacro' '%}'") \
     X(call, "'call' (params name args '%}' | wrong) block 'endcall' '%}'") \
     X(params, "('(' (param (',' param?)*)? ')')?")          X(param, "name ('=' value)?") \
+    X(with, "'with' (lets '%}' | wrong) block 'endwith' '%}'") \
+    X(lets, "(let (',' let)*)?")    X(let, "name '=' value") \
     X(pipe, "'filter' (filter '%}' | wrong) block 'endfilter' '%}'") \
     X(raw, "'raw' '%}' text? '{%' 'endraw' '%}'")           X(builtin, "name* params") \
     X(generation, "'generation' ('%}' | wrong) block 'endgeneration' '%}'") \
@@ -5713,8 +5773,8 @@ static bool read_wrong(Template *t, Value *v) {
     const char *place = t->p;
     Str name = tag_name(t->tag_end);
     *v = (Value){0};
-    if (t->p == name.s && is(name, "elif else endif endfor endset endmacro endcall endfilter "
-                                   "endgeneration endraw")) return false;
+    if (t->p == name.s && is(name, "elif else endif endfor endset endmacro endcall endwith "
+                                   "endfilter endgeneration endraw")) return false;
     while (!read_end(t, t->tag_end[1] == '{' ? '}' : '%'))
         if (!*t->p++) unexpected(t, place);
     t->stuck = t->raw = false;
@@ -5884,6 +5944,7 @@ static Value call(Template *t, Value f, Args a) {
             stop(t, "'%.*s' takes no argument '%.*s'", STR_ARG(m->name), STR_ARG(k->s));
     if (m->body) v = eval(t, m->body);
     else v = n ? builtin(t, m->name, given) : dict_value(own);
+    if (is(m->name, "namespace")) v.kind = V_NAMESPACE;
     t->scope = scope;
     return v;
 }
@@ -5918,23 +5979,25 @@ static Value suffixed(Template *t, Value v, const Node *n) {
     t->p = n->source;
     if (n->rule == R_args) return call(t, v, arguments(t, n));
     if (n->rule == R_test) {
-        Value x = name->next ? eval(t, name->next) : none;
-        return bool_value(passes(t, name->v.s, v, x) == (k == name));
+        const Node *test = str_eq(k->v.s, "not") ? k->next : k;
+        Value x = test->next ? eval(t, test->next) : none;
+        return bool_value(passes(t, test->v.s, v, x) == (test == k));
     }
     if (n->rule == R_item) {
         Value from = k->rule == R_word ? none : eval(t, k);
-        if (to) return slice(t, v, from, to->first ? eval(t, to->first) : none);
-        if (k->rule != R_word) return member(t, v, from);
-        List l = {0};
-        for (List all = items_of(t, v); all.n; all.n--) push(t, &l, all.v[all.n - 1]);
-        return v.kind == V_STRING ? string_value(join(t, NOTHING, l)) : list_value(l);
+        if (!to) return member(t, v, from);
+        const Node *by = to->next;
+        return slice(t, v, from, to->first ? eval(t, to->first) : none,
+                     by && by->first ? eval(t, by->first) : none);
     }
     if (n->rule != R_member) return apply(t, name->v.s, v, arguments(t, args));
     bool text = v.kind == V_STRING && is(k->v.s, OF_TEXTS);
     bool method = args && (text || (v.kind == V_DICT && is(k->v.s, OF_DICTS)));
     if (!method) v = member(t, v, k->v);
     if (!args) return v;
-    Str f = is(k->v.s, "format") ? str("braces") : k->v.s;   // the filter is another one
+    Str f = k->v.s;   // the filters of two names differ from the methods
+    if (is(f, "format")) f = str("braces");
+    if (is(f, "title")) f = str("Title");
     return method ? apply(t, f, v, arguments(t, args)) : call(t, v, arguments(t, args));
 }
 
@@ -5959,13 +6022,16 @@ static void assign(Template *t, const Node *targets, Value v) {
         if (i >= items.n) continue;
         if (name->rule == R_targets) assign(t, name, items.v[i]);
         else if (!key) set(t, t->scope, name->v, items.v[i]);
-        else set(t, must_be(t, look_up(t, name->v), V_DICT).dict, key->v, items.v[i]);
+        else set(t, must_be(t, look_up(t, name->v), V_NAMESPACE).dict, key->v, items.v[i]);
     }
     if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
 }
 
-static Value captured(Template *t, const Node *block) {   // its text; the block gets its own scope
+// the text of a block, which gets a scope of its own, with these names (NULL: none)
+static Value captured(Template *t, const Node *block, const Node *names) {
+    List pairs = arguments(t, names).named.pairs;
     t->scope = new_dict(t, t->scope);
+    t->scope->pairs = pairs;
     Value v = eval(t, block);
     t->scope = t->scope->outer;
     return v;
@@ -5985,23 +6051,23 @@ __attribute__((noinline)) static Value run_for(Template *t, const Node *n) {
         if (truth(eval(t, test->first))) push(t, &items, all.v[i]);
     }
     set(t, outer, word_value("loop"), (Value){.kind = V_LOOP, .dict = loop});
-    set(t, loop, word_value("length"), int_value(items.n));
     for (size_t i = 0; i < items.n && t->flow != R_break; i++) {
+        static const char *const names[] = {"index0", "index", "revindex0", "revindex", "length",
+                                            "first", "last", "previtem", "nextitem"};
+        size_t left = items.n - i - 1;
+        Value values[] = {int_value(i), int_value(i + 1), int_value(left), int_value(left + 1),
+                          int_value(items.n), bool_value(!i), bool_value(!left),
+                          i ? items.v[i - 1] : none, left ? items.v[i + 1] : none};
+        for (size_t k = 0; k < COUNT(names); k++) set(t, loop, word_value(names[k]), values[k]);
         t->flow = 0;
         t->scope = new_dict(t, outer);
-        set(t, loop, word_value("index0"), int_value(i));
-        set(t, loop, word_value("index"), int_value(i + 1));
-        set(t, loop, word_value("first"), bool_value(i == 0));
-        set(t, loop, word_value("last"), bool_value(i + 1 == items.n));
-        set(t, loop, word_value("previtem"), i ? items.v[i - 1] : none);
-        set(t, loop, word_value("nextitem"), i + 1 < items.n ? items.v[i + 1] : none);
         assign(t, targets, items.v[i]);
         text.s = concat(t, text.s, eval(t, body).s);
         done = done || !t->flow;
     }
     t->flow = 0;
     t->scope = scope;
-    if (!done && (n = child(n, R_else))) text.s = concat(t, text.s, captured(t, n).s);
+    if (!done && (n = child(n, R_else))) text.s = concat(t, text.s, captured(t, n, NULL).s);
     return text;
 }
 
@@ -6045,10 +6111,11 @@ static Value eval(Template *t, const Node *n) {
         break;
     case R_for: v = run_for(t, n); break;
     case R_set:
-        assign(t, first, first->next == block ? captured(t, block) : eval(t, first->next));
+        assign(t, first, first->next == block ? captured(t, block, NULL) : eval(t, first->next));
         break;
-    case R_generation: v = captured(t, block); break;
-    case R_pipe: v = suffixed(t, captured(t, block), first); break;
+    case R_with: v = captured(t, block, first); break;
+    case R_generation: v = captured(t, block, NULL); break;
+    case R_pipe: v = suffixed(t, captured(t, block, NULL), first); break;
     case R_call: {   // the macro gets the block as one of its own, `caller`
         Args a = arguments(t, first->next->next);
         set(t, &a.named, word_value("caller"), macro_value(t, str("caller"), first, block));
@@ -6120,6 +6187,14 @@ void rendered_free(Rendered *r) {
     *r = (Rendered){0};
 }
 
+// Some converters wrote a template's name in its place.
+static const char *const NAMED_TEMPLATES[][2] = {
+    {"chatml", "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+               "{% endfor %}<|im_start|>assistant\n\n"},
+    {"chatglm4", "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+                 "<|assistant|>\n\n"},
+};
+
 // Renders a conversation. bos and eos are the texts of these tokens, or ""; think is the value of
 // enable_thinking and thinking (-1: undefined). False: e says why, and out is empty. Some templates
 // print content only if it is a list of parts, {"type": "text", "text": ..}, and no file says so.
@@ -6127,6 +6202,11 @@ void rendered_free(Rendered *r) {
 bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
                      Str eos, int think, Rendered *out, Error *e) {
     static const ChatMessage said = {{"user", 4}, {"Hello", 5}};
+    for (size_t i = 0; i < COUNT(NAMED_TEMPLATES); i++)
+        if (str_eq(template, NAMED_TEMPLATES[i][0])) template = str(NAMED_TEMPLATES[i][1]);
+    if (!memchr(template.s, '{', template.n))
+        return fail(e, "the chat template '%.*s' is none; is it the name of one? --template FILE "
+                    "reads one", (int)smaller(template.n, 40), template.s);
     bool shows[2] = {false, false};   // with a text, with parts
     size_t size = template.n;
     for (size_t i = 0; i < n_messages; i++)
@@ -8853,6 +8933,8 @@ static bool chat_ids(Cli *cli) {
     Rendered r;
     if (n && str_eq(cli->message[n - 1].role, "assistant")) begun = cli->message[--n].content;
     if (!chat_render(cli, cli->message, n, think, &r)) return false;
+    if (n && cli->message[n - 1].content.n && !memchr(r.mark, FOREIGN, r.n))
+        note("the chat template prints nothing of what was said");
     if (cli->render) fwrite(r.text, 1, r.n, stdout);
     ids->n = cli->answer.n = 0;
     bool ok = cli->render || tokenize(t, r.text, r.n, r.mark, flags, ids, &cli->e);
