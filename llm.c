@@ -4063,7 +4063,7 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 
 // A rule is a regular expression that splits the pieces left by the rule before it. It tries its
 // alternatives in order, and each takes all it can; a match is a piece, and so is the text between
-// two matches. A letter is a class of characters, as model families chose them (see the appendix):
+// two matches. A letter is a class of characters, a blank or / is itself (see the appendix):
 //
 //   u  A-Z                  N  numbers       P  punctuation             h  Chinese
 //   l  a-z                  D  digits        S  symbols                 H  more of it
@@ -4072,8 +4072,7 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 //   v  all small letters    n  \n            b  BLOOM's punctuation     z  Bopomofo
 //   x  other letters        r  \r \n         q  East Asian punctuation  k  DeepSeek's CJK
 //   L  all letters          C  control       f  $+<=>^|~                K  a wider one
-//   M  marks                t  `             /  slash                   A  AFMoE's Asian scripts
-//   W  what \w has besides L, M and D; a blank is a blank
+//   M  marks                t  `             W  what else \w has        A  AFMoE's Asian scripts
 //
 //   [..]   one of these classes    X?   one or none      '  one of 's 't 're 've 'm 'll 'd
 //   [^..]  one of other classes    X*   any number       i  the same in any case
@@ -5106,30 +5105,30 @@ static Str strip(Template *t, Str s, Value set, int side) {
     return s;
 }
 
-// s in another case; how: u(pper), l(ower), c(apitalize), t(itle) or T, which is Python's title. A
-// capital lies at one of these distances from its small letter; other capitals are not known.
+// s in another case; how: u(pper), l(ower), c(apitalize), t(itle) or _, the method title. A capital
+// lies at one of these distances from its small letter; what has another, or none, is an error.
 static Str recased(Template *t, Str s, char how) {
-    static const int distances[] = {32, 2, 1, 80, 48, 63, 37, 38, 64, -121, 40};
-    uint64_t cased = CLASS('U') | CLASS('v'), before = 0;   // classes
+    static const int distances[] = {32, 1, 80, 48, 63, 37, 38, 64, -121, 40, 26, 16};
+    uint64_t cased = CLASS('U') | CLASS('v'), before = 0, set;   // classes of characters
     Str out = NOTHING;
-    for (size_t i = 0, n, more; i < s.n; i += n) {
-        uint32_t c = utf8_decode(s.s + i, s.n - i, &n), next = 0;
-        if (i + n < s.n) next = utf8_decode(s.s + i + n, s.n - i - n, &more);
+    for (size_t i = 0, n, more; i < s.n; i += n, before = set) {
+        uint32_t c = utf8_decode(s.s + i, s.n - i, &n);
+        uint32_t next = utf8_decode(s.s + i + n, s.n - i - n, &more);   // a text has room behind it
         bool first = i == 0 || (how == 't' && strchr("-([{< \t\n", s.s[i - 1]));
-        if (how == 'T') first = !(before & cased);
-        bool up = how == 'u' || (how != 'l' && first);
+        set = unicode_classes(c);
+        if (how == '_') first = !(before & cased);
+        bool up = how == 'u' || (how != 'l' && first), small = set & (CLASS('v') | CLASS('W'));
         uint32_t to = up ? c : unicode_lower(c);
-        for (size_t k = 0; up && to == c && k < COUNT(distances); k++)
+        for (size_t k = 0; up && small && to == c && k < COUNT(distances); k++)
             if (unicode_lower(c - distances[k]) == c) to = c - distances[k];
-        if (up && to == c && unicode_classes(c) & CLASS('v'))
+        if (up && set & CLASS('v') && (to == c || unicode_lower(to - 1) == c))
             stop(t, "the capital of U+%04X is not known", c);
-        bool ends = before & cased && !(unicode_classes(next) & cased);
-        if (to == 0x3C3 && c != to && ends) to = 0x3C2;   // a sigma
-        char bytes[4], *mark = shadow(t, s.s + i);
+        if (c == 0x3A3 && !up && before & cased && !(unicode_classes(next) & cased)) to = 0x3C2;
+        char bytes[6], *mark = shadow(t, s.s + i);
         size_t size = utf8_encode(to, bytes);
+        if (c == 0x130 && !up) size += utf8_encode(0x307, bytes + size);   // i and a dot
         out = concat(t, out, (Str){bytes, size});
         if (mark) memset(shadow(t, out.s + out.n - size), *mark, size);
-        before = unicode_classes(c);
         spend(t, 1);
     }
     return out;
@@ -5473,9 +5472,9 @@ static List pairs_of(Template *t, Value v) {   // of a dict, as tuples of two
 // them. To add a name, add it here, if it is a method or function also to one of the lists below,
 // then its result to builtin or text_builtin, and a row to TEMPLATES in test.c.
 static const char *const BUILTINS[] = {
-    "upper lower capitalize title Title string safe escape e (s)", "split (s, sep, maxsplit=-1)",
+    "upper lower capitalize title _title string safe escape e (s)", "split (s, sep, maxsplit=-1)",
     "trim strip lstrip rstrip (s, chars=none)", "startswith endswith find rfind (s, x)",
-    "replace (s, old, new)", "format braces (s, a, b, c, d, e)", "join (v, d='')",
+    "replace (s, old, new)", "format _format (s, a, b, c, d, e)", "join (v, d='')",
     "indent (s, width=4, first=false, blank=false)", "int (v, default=0)", "float (v, default=0.0)",
     "tojson (v, ensure_ascii=false, indent=none, separators=none, sort_keys=false)",
     "default d (v, default_value='', boolean=false)", "get (v, key, default=none)",
@@ -5518,7 +5517,7 @@ static Str filled(Template *t, Str s, const Value *a, const char *hole) {
 static Value text_builtin(Template *t, Str f, Str s, const Value *a) {   // s: a[0] as a text
     if (is(f, "raise_exception")) stop(t, "%s", copy(t, s));
     if (is(f, "strftime_now")) s = date(t, s);
-    if (is(f, "upper lower capitalize title Title")) s = recased(t, s, *f.s);
+    if (is(f, "upper lower capitalize title _title")) s = recased(t, s, *f.s);
     static const char *const html[] = {"&&amp;", "<&lt;", ">&gt;", "'&#39;", "\"&#34;"};
     for (size_t i = 0; i < COUNT(html) && is(f, "escape e"); i++)
         s = join(t, str(html[i] + 1), split(t, s, (Str){html[i], 1}, -1));
@@ -5536,7 +5535,7 @@ static Value text_builtin(Template *t, Str f, Str s, const Value *a) {   // s: a
         return int_value(at ? (int64_t)characters(t, (Str){s.s, at - s.s}) : -1);
     }
     if (is(f, "format")) s = filled(t, s, a, "%s");
-    if (is(f, "braces")) s = filled(t, s, a, "{}");
+    if (is(f, "_format")) s = filled(t, s, a, "{}");
     if (is(f, "indent")) {   // by default not the first line, and no empty lines
         Str pad = a[1].kind == V_STRING ? a[1].s : repeat(t, str(" "), must_be(t, a[1], V_INT).i);
         List lines = split(t, s, str("\n"), -1);
@@ -5995,9 +5994,7 @@ static Value suffixed(Template *t, Value v, const Node *n) {
     bool method = args && (text || (v.kind == V_DICT && is(k->v.s, OF_DICTS)));
     if (!method) v = member(t, v, k->v);
     if (!args) return v;
-    Str f = k->v.s;   // the filters of two names differ from the methods
-    if (is(f, "format")) f = str("braces");
-    if (is(f, "title")) f = str("Title");
+    Str f = is(k->v.s, "format title") ? concat(t, str("_"), k->v.s) : k->v.s;   // no filters
     return method ? apply(t, f, v, arguments(t, args)) : call(t, v, arguments(t, args));
 }
 
