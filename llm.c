@@ -6202,8 +6202,8 @@ bool template_render(Str template, const ChatMessage *messages, size_t n_message
     for (size_t i = 0; i < COUNT(NAMED_TEMPLATES); i++)
         if (str_eq(template, NAMED_TEMPLATES[i][0])) template = str(NAMED_TEMPLATES[i][1]);
     if (!memchr(template.s, '{', template.n))
-        return fail(e, "the chat template '%.*s' is none; is it the name of one? --template FILE "
-                    "reads one", (int)smaller(template.n, 40), template.s);
+        return fail(e, "the chat template '%.*s' is no program, nor the name of a known one; "
+                    "--template FILE reads one", (int)smaller(template.n, 40), template.s);
     bool shows[2] = {false, false};   // with a text, with parts
     size_t size = template.n;
     for (size_t i = 0; i < n_messages; i++)

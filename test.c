@@ -2707,8 +2707,9 @@ static void test_tokenizer_rules(void) {
         {"gpt-2", "It|'s| I|'|LL| 1234|  | x|\n\n| ,;|\t"}, {"qwen35", "a\u0301b| \u0301c|1|2"},
         {"llama-bpe", "It|'s| I|'LL| |123|4|  | x|\n\n| ,;|\t"}, {"default", "a|+|b|123|456|78|."},
         {"qwen2", "don|'T| |1|2|  |\ty|!?\n\n|.x| \u00E9"}, {"falcon", "a|`+|b|123|45| |678|."},
-        {"starcoder", "a|1|2| |3| b|'s|'s|\n"}, {"gpt-4o", "Hello's|World|ABC'LL| |123|4|;/|ա|Աբ| हिन्दी𝐚|𝐀ℂa"},
-        {"tekken", "Hello|World|HTTPs| \u00C0Bд|Пр|1|2|;/\n/\n"}, {"viking", "a|1|2| b|.|x"},
+        {"starcoder", "a|1|2| |3| b|'s|'s|\n"}, {"viking", "a|1|2| b|.|x"},
+        {"gpt-4o", "Hello's|World|ABC'LL| |123|4|;/|ա|Աբ| हिन्दी𝐚|𝐀ℂa"},
+        {"tekken", "Hello|World|HTTPs| \u00C0Bд|Пр|1|2|;/\n/\n"},
         {"deepseek-llm", "ab| \u00C9\u00E9| !?|\n|漢字|12|  "},
         {"youtu", "가ㄱ|漢か|，。|ㄅ|ab|Ab|1|2"}, {"whitespace", "ab漢,|  \n|c"},
         {"deepseek-coder", "ab| |漢| !?|1|2|\r|\n"}, {"minicpm5", "It|'S|123|4| ab|!\n\n|x"},
@@ -2813,12 +2814,11 @@ static void test_tokenizer_special(void) {
     key_vocab(&other, "llama", "gemma4", "a,b,ab,<s>", "a b");
     put_keys(&other, "tokenizer.ggml", "bos_token_id=3");
     CHECK(written_tokenizer(&other)->kind == TOKENIZER_BPE, "Gemma 4 by its other name");
-    Writer words = {0}, bare = {0};   // jina's: no space is a word, not even one that is a token
+    Writer words = {0}, bare = {0};   // white space is no word; without scores the leftmost joins
     key_vocab(&words, "whitespace", "whitespace", "a,b,ab, ,é,é漢,<s>", "a b,é 漢");
-    put_keys(&words, "tokenizer.ggml", "bos_token_id=6 add_bos_token=0");
     got = ids_of(written_tokenizer(&words), " ab  B é漢\na\n", 14, NULL, TOKENS_ADD);
     CHECK(!strcmp(got, "2 5 0"), "whitespace: %s", got);
-    key_vocab(&bare, "llama", NULL, "<u>,a,b,ab,▁,▁a", NULL);   // no scores: the leftmost joins
+    key_vocab(&bare, "llama", NULL, "<u>,a,b,ab,▁,▁a", NULL);
     got = ids_of(written_tokenizer(&bare), "ab", 2, NULL, 0);
     CHECK(!strcmp(got, "5 2"), "no scores: %s", got);
     // the ids of special tokens lie outside the vocabulary: a note, and defaults
@@ -2969,28 +2969,27 @@ static const struct { const char *text, *want; } TEMPLATES[] = {
     {"{{ 'a-bb-a'.rfind('-') ~ 'aa'.rfind('aa') ~ 'a'.rfind('b') ~ 'éa-'.find('a') }}"
      "{{ 'ab'.startswith('a') ~ 'ab'.startswith('abc') }}"
      "{{ 'ab'.endswith('b') }}", "40-11TrueFalseTrue"},
-    {"{{ 'aB c-D'|title ~ 'éB'.capitalize() ~ 'aé жą'|upper ~ 'AÉŸ ΣΟΣ İ'|lower ~ \"o'n 3d\".title()"
-     " ~ \"o'n (d\"|title ~ ('É' ~ messages[0].content|lower) }}",
-     "Ab C-DÉbAÉ ЖĄaéÿ σος i̇O'N 3DO'n (DÉ«be brief.»"},
-    {"{{ 'straße'|upper }}", "!U+00DF"}, {"{{ 'ǆ'|title }}", "!U+01C6"}, {"ab", "!'ab' is none"},
-    {"{{ ['a', 'b']|reject('in', ['a'])|join ~ ('a' is in 'ab') ~ (1 is not in [2]) ~ (3 is odd) ~ "
-     "(2 is not even) ~ (3 is ge 3) ~ (3 is lessthan(2)) ~ ('upper' is filter) ~ [1, 2, 3]|select("
-     "'>', 1)|join ~ (2 is ne 2) }}", "bTrueTrueTrueFalseTrueFalseTrue23False"},
-    {"{{ 'abcdef'[5:2:-1] ~ 'Größe'[::2] ~ [0, 1, 2, 3][-1:0:-2] ~ (1, 2, 3)[5::-2] ~ 'ab'[9:-9:-1] ~ "
-     "'ab'[:0:-1] ~ [1, 2][1:0] ~ ('a' ~ messages[3].content)[::-1] }}",
-     "fedGöe[3, 1](3, 1)bab[]«.dnE»a"}, {"{{ 'ab'[::0] }}", "!a step of 0"},
-    {"{{ messages|reverse|map(attribute='role')|join('-') ~ [3, 1]|max ~ [1, 2]|sum(start=1) ~ 'ab'|"
-     "reverse ~ [{'a': 2}]|sum('a') ~ messages|count ~ '<&\"\\'>'|e ~ {'a': 1}.values() ~ dict(a=1).a }}",
-     "user-assistant-user-system34ba24&lt;&amp;&#34;&#39;&gt;[1]1"},
-    {"{{ 2 ** 3 * 2 ~ ' ' ~ -2 ** 2 ~ ' ' ~ 2 ** 3 ** 2 ~ ' ' ~ 2 ** -1 ~ '%s!' % 'a' ~ '%s%s' % (1, 2) "
-     "}}", "16 4 64 0.5a!12"}, {"{{ {'b': {'d': 1, 'B': 2}, 'a': 1}|tojson(sort_keys=true) }}",
-     "{\"a\": 1, \"b\": {\"B\": 2, \"d\": 1}}"},
-    {"{% set a = 1 %}{% with a = 2, b = a %}{{ a ~ b }}{% set a = 3 %}{% endwith %}{{ a }}{% for i in "
-     "[1, 2] %}{{ loop.revindex ~ loop.revindex0 }}{% endfor %}{% with %}{% endwith %}", "2112110"},
-    {"{% set x = {} %}{% set x.y = 1 %}", "!dict instead of namespace"},
-    {"{% with a %}{% endwith %}", "!unexpected"}, {"{{ {}|tojson(separators=1) }}", "!separators"},
-    {"chatml", "<|im_start|>system\n«Be brief.»<|im_end|>\n<|im_start|>user\n« Hi <b>\n»<|im_end|>\n"
-     "<|im_start|>assistant\n<x>Yo<|im_end|>\n<|im_start|>user\n«End.»<|im_end|>\n"
+    {"{{ 'aB c-D'|title ~ 'éB'.capitalize() ~ 'aé жą'|upper ~ 'AÉŸ ΣΟΣ İ'|lower ~ "
+     "\"o'n 3d\".title() ~ \"o'n (d\"|title ~ messages[0].content|lower }}",
+     "Ab C-DÉbAÉ ЖĄaéÿ σος i̇O'N 3DO'n (D«be brief.»"}, {"{{ 'ß'|upper }}", "!U+00DF"},
+    {"{{ ['a', 'b']|reject('in', ['a'])|join ~ ('a' is in 'ab') ~ (1 is not in [2]) ~ (3 is odd)"
+     " ~ (2 is not even) ~ (3 is ge 3) ~ (3 is lessthan(2)) ~ ('upper' is filter) ~ (2 is ne 2) ~ "
+     "[1, 2, 3]|select('>', 1)|join }}", "bTrueTrueTrueFalseTrueFalseTrueFalse23"},
+    {"{{ 'abcdef'[5:2:-1] ~ 'Größe'[::2] ~ [0, 1, 2, 3][-1:0:-2] ~ (1, 2, 3)[5::-2] ~ 'ab'[9:-9:"
+     "-1] ~ 'ab'[:0:-1] ~ [1, 2][1:0] ~ ('a' ~ messages[3].content)[::-1] }}",
+     "fedGöe[3, 1](3, 1)bab[]«.dnE»a"}, {"{{ 'ab'[::0] }}", "!a step of 0"}, {"ab", "!'ab' is no"},
+    {"{{ messages|reverse|map(attribute='role')|first ~ [3, 1]|max ~ [1, 2]|sum(start=1) ~ 'ab'|"
+     "reverse ~ [{'a': 2}]|sum('a') ~ [1]|count ~ '<&\"\\'>'|e ~ {'a': 1}.values() ~ "
+     "dict(a=1).a }}", "user34ba21&lt;&amp;&#34;&#39;&gt;[1]1"},
+    {"{{ [2 ** 3 * 2, -2 ** 2, 2 ** 3 ** 2, 2 ** -1, '%s!' % 'a', '%s%s' % (1, 2)] }}{{ {'b': "
+     "{'d': 1, 'B': 2}, 'a': 1}|tojson(sort_keys=true) }}",
+     "[16, 4, 64, 0.5, 'a!', '12']{\"a\": 1, \"b\": {\"B\": 2, \"d\": 1}}"},
+    {"{% set a = 1 %}{% with a = 2, b = a %}{{ a ~ b }}{% set a = 3 %}{% endwith %}{{ a }}"
+     "{% with %}{% for i in [1, 2] %}{{ loop.revindex ~ loop.revindex0 }}{% endfor %}"
+     "{% endwith %}", "2112110"}, {"{{ {}|tojson(separators=1) }}", "!separators"},
+    {"{% with a %}{% endwith %}", "!unex"}, {"{% set x = {} %}{% set x.y = 1 %}", "!dict instead"},
+    {"chatml", "<|im_start|>system\n«Be brief.»<|im_end|>\n<|im_start|>user\n« Hi <b>\n»<|im_end|>"
+     "\n<|im_start|>assistant\n<x>Yo<|im_end|>\n<|im_start|>user\n«End.»<|im_end|>\n"
      "<|im_start|>assistant\n"}, {"chatglm4", "[gMASK]<sop><|system|>\n«Be brief.»<|user|>\n"
      "« Hi <b>\n»<|assistant|>\n<x>Yo<|user|>\n«End.»<|assistant|>\n"},
     {"{{ messages|map(attribute='role')|unique|join(' ') }}{{ messages|selectattr('role', "
@@ -3562,8 +3561,9 @@ static void test_cli_chat(void) {
                   CHATS[i].err ? CHATS[i].err : "^$");
     // --think sets what has either name; it is said where neither is looked at
     static const char *const think[][3] = {
-        {"{{ enable_thinking }}", "^True$", "^$"}, {"{{ thinking }}", "^True$", "^$"},
-        {"{{ messages[0].thinking }}", "^$", "^note: [^\n]*--think\n$"}};
+        {"{{ enable_thinking }}", "^True$", "^note: [^\n]*nothing of what was said\n$"},
+        {"{{ thinking ~ messages[0].content }}", "^Truea$", "^$"},
+        {"{{ messages[0].content }}", "^a$", "^note: [^\n]*--think\n$"}};
     for (size_t i = 0; i < COUNT(think); i++) {
         write_scripted("chat", think[i][0], "t hm", 4);
         check_llm("llm $C --render a --think on", 0, think[i][1], think[i][2]);
