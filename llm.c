@@ -5242,10 +5242,11 @@ static int64_t length(Template *t, Value v) {
     return v.kind == V_STRING ? characters(t, v.s) : items_of(t, v).n;
 }
 
-// index v of a slice; a negative one counts from the end; back: 1 if the slice goes backwards
-static int64_t bound(Value v, int64_t n, int back, int64_t otherwise) {   // if v is no whole number
-    int64_t i = is_int(v) ? v.i : otherwise;
-    if (is_int(v) && i < 0) i += n;
+// index v of a slice, or `otherwise`; a negative one counts from the end; back: 1 in a slice that
+// goes backwards, which may end in front of the first
+static int64_t bound(Value v, int64_t n, int back, int64_t otherwise) {
+    if (!is_int(v)) return otherwise;
+    int64_t i = v.i < 0 ? v.i + n : v.i;
     return i < -back ? -back : smaller(i, n - back);
 }
 
@@ -5253,7 +5254,7 @@ static Value slice(Template *t, Value v, Value from, Value to, Value by) {   // 
     if (v.kind != V_LIST) must_be(t, v, V_STRING);
     int64_t n = length(t, v), step = is_int(by) ? by.i : 1;
     int back = step < 0;
-    int64_t a = bound(from, n, back, back * n), b = bound(to, n, back, back ? -1 : n);
+    int64_t a = bound(from, n, back, back * (n - 1)), b = bound(to, n, back, back ? -1 : n);
     List l = {0};
     if (!step) stop(t, "a slice has a step of 0");
     if (step == 1 && v.kind == V_STRING) {   // a view
@@ -5262,8 +5263,7 @@ static Value slice(Template *t, Value v, Value from, Value to, Value by) {   // 
     }
     for (List all = items_of(t, v); back ? a > b : a < b; a += step) push(t, &l, all.v[a]);
     if (v.kind == V_STRING) return string_value(join(t, NOTHING, l));
-    v.list = l;
-    return v;
+    return (Value){.kind = V_LIST, .tuple = v.tuple, .list = l};
 }
 
 // v.key or v[key]. What is not there is undefined, but an error in an undefined value or a loop.
@@ -6184,7 +6184,7 @@ void rendered_free(Rendered *r) {
     *r = (Rendered){0};
 }
 
-// Some converters wrote a template's name in its place.
+// Some converters wrote a template's name in place of it.
 static const char *const NAMED_TEMPLATES[][2] = {
     {"chatml", "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
                "{% endfor %}<|im_start|>assistant\n\n"},
