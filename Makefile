@@ -23,14 +23,22 @@ endif
 # for the one in software, [[attributes]] in C
 PROBE = _Float16 x; $(if $(METAL),,void f(int y [[x]]);)
 KNOWN := $(shell echo '$(PROBE)' | $(CC) -std=gnu11 -x c -c -o /dev/null - 2>/dev/null && echo yes)
-TEST_LIBS = $(if $(KNOWN),$(or $(METAL),-DLLM_METAL -rdynamic -ldl)) $(LIBS)
+LINK = test.c $(if $(KNOWN),$(or $(METAL),-DLLM_METAL -rdynamic -ldl)) $(LIBS)
 SANITIZE = -fno-sanitize-recover=all -fsanitize=address,undefined
 AVX2 := $(if $(filter x86_64,$(shell uname -m)),-mavx2 -mfma -mf16c)
 
 # you want to use it
 all: llm
-llm: $(ENGINE)
-	$(CC) $(WARN) -Wshadow $(NATIVE) $(CPPFLAGS) $(CFLAGS) $(LDFLAGS) llm.c -o $@ $(LIBS) $(GPU)
+llm: FLAGS = -Wshadow $(NATIVE) $(CFLAGS)
+llm: LINK = llm.c $(LIBS) $(GPU)
+llm: $(ENGINE) llm.flags
+	$(BUILD)
+# Another command builds anew. But if no flags are given, `make install` takes what is there.
+BUILD = $(CC) $(WARN) $(CPPFLAGS) $(FLAGS) $(LDFLAGS) -o $(@:.flags=) $(LINK)
+GIVEN = $(foreach v,CC NATIVE CPPFLAGS CFLAGS LDFLAGS GPU,$(filter env% command,$(origin $v)))
+%.flags: always
+	@$(if $(GIVEN),,$(if $(filter install,$(MAKECMDGOALS)),test -e $@ ||)) { \
+	    new='$(subst ','\'',$(BUILD))'; echo "$$new" | cmp -s - $@ || echo "$$new" > $@; }
 
 # you want to see it work: a story of some 150 words, another one for each SEED
 SEED ?= 11
@@ -40,8 +48,9 @@ run: llm
 
 # Each build of the tests covers other code: this CPU's SIMD, plain C, Part I's plain engine, then
 # with it quant.h's four codes in a word, tiles and a ring as on NVIDIA's GPUs, and SIMD under
-# checkers, which name lines if -g1. valgrind knows no AVX-512, and takes long for multiply-adds:
-# there are none. A build without Part V's fast loops takes a fifth of the time of the others.
+# checkers, which name lines if -g1; test_driver covers metal.c's half for NVIDIA, with CUDA's
+# driver in software. valgrind knows no AVX-512, and takes long for multiply-adds: there are none. A
+# build without Part V's fast loops takes a fifth of the time of the others.
 test_native: FLAGS = $(NATIVE) $(CFLAGS)
 test_plain: FLAGS = -O1 -DQUANT_PLAIN
 test_words: FLAGS = -O1 -DLLM_PLAIN -DQUANT_WORDS $(if $(METAL),,-DLARGE_TILES)
@@ -50,10 +59,12 @@ test_avx2: FLAGS = -g1 -O2 -ffp-contract=off $(AVX2)
 test_asan: FLAGS = -g1 -O1 $(NATIVE) $(SANITIZE)
 test_tsan: FLAGS = -g -O1 -fsanitize=thread
 test_cuda: FLAGS = $(NATIVE) $(CFLAGS) -DLLM_CUDA
-test_plain test_book test_cuda: TEST_LIBS = $(LIBS) -ldl
-BUILDS = test_native test_plain test_words test_book test_avx2 test_asan test_tsan test_cuda
-$(BUILDS): test.c $(ENGINE)
-	$(CC) $(WARN) $(CPPFLAGS) $(FLAGS) $(LDFLAGS) test.c -o $@ $(TEST_LIBS)
+test_driver: FLAGS = -g1 -O1 -DLLM_PLAIN -DLLM_CUDA -DSOFT_DRIVER -rdynamic -fsanitize=address
+test_plain test_book test_cuda test_driver: LINK = test.c $(LIBS) -ldl
+BUILDS = test_native test_plain test_words test_book test_avx2 test_asan test_tsan test_cuda \
+    test_driver
+$(BUILDS): %: test.c $(ENGINE) %.flags
+	$(BUILD)
 
 # what the checkers run each time (`make valgrind`: all, slowly): AddressSanitizer talks into
 # metal_models, valgrind does not follow the command line. Kernels run where words are as on GPUs
@@ -67,6 +78,7 @@ test_words.log: RUN = ./test_words --quick formats formats_grids $(filter metal_
 test_book.log: RUN = ./test_book --quick $(filter-out metal_% cli_%, $(ALL)) cli_completion
 test_asan.log: RUN = ./test_asan --quick $(filter-out metal_k% cli_numbers, $(MEMORY)) && \
     ./test_asan --quick --quick metal_kernels
+test_driver.log: RUN = ./test_driver --quick --quick metal_models metal_failures
 test_avx2.log: RUN = $(CHECKER) ./test_avx2 --quick --quick $(filter-out cli_% metal_k%, $(MEMORY))
 test_%.log: test_%
 	@echo "$< ..."; start=$$(date +%s); \
@@ -81,9 +93,10 @@ SUM = awk '/^== / { name = substr($$0, 4) } \
 
 # you changed something: all that can be checked on this machine, in some 8 minutes, two builds or
 # runs at a time, the longest first; each says when it begins and how it ends, the logs come last
-CHECKS = native $(if $(shell command -v valgrind 2>&1),avx2) asan words plain book
+CHECKS = native $(if $(shell command -v valgrind 2>&1),avx2) asan words plain book \
+    $(if $(METAL),,$(if $(KNOWN),driver))
 test:
-	@rm -f test*.log
+	@rm -f test.log $(CHECKS:%=test_%.log)
 	@$(MAKE) --no-print-directory -j2 $(CHECKS:%=test_%.log)
 	@cat $(CHECKS:%=test_%.log) > test.log; cat test.log
 	@$(if $(filter avx2,$(CHECKS)),,echo "valgrind is not installed: its tests were left out";) $(SUM)
@@ -236,7 +249,8 @@ bench scenarios: llm test_native test_plain
 	@eval "$$MEASURE"
 
 clean:
-	rm -rf llm test_* *.log
+	rm -rf llm llm.flags test.log test_arm test_fuzz test_fuzz.d \
+	    $(foreach b,$(BUILDS),$b $b.flags $b.log $b.dSYM)
 
 # paths may have blanks: the shell takes them from its environment
 export PREFIX DESTDIR
@@ -247,4 +261,4 @@ uninstall:
 	rm -f "$$DESTDIR$$PREFIX/bin/llm"
 
 .PHONY: all run test test-cuda bench-cuda valgrind test-arm tsan lint fuzz bench scenarios clean \
-    install uninstall
+    install uninstall always

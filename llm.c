@@ -46,6 +46,7 @@
 //
 // Only Part VI calls exit. Only Part VI prints. (Loading onto a GPU shows progress on a terminal,
 // and a GPU that fails says why on stderr.) A call takes less than 512 KB of stack.
+#undef _GNU_SOURCE    // a host's flags may define it, too
 #define _GNU_SOURCE   // Linux: memmem (templates, modes), strcasestr (tokenizer), sched_getaffinity
 #define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32 bits
 #include <assert.h>
@@ -65,6 +66,7 @@
 #endif
 #include "quant.h"             // weights in blocks of a few bits each
 #define INLINE QUANT_INLINE    // always inlined
+#define API static __attribute__((unused))   // what a program calls that includes this file
 
 // ==== Part I: the model =========================================================================
 
@@ -766,7 +768,7 @@ static void session_truncate(Session *s, int p) {
     gpu_store(s, p == 0);   // at 0 forget_more cleared the states, too
 }
 
-void session_close(Session *s) {
+API void session_close(Session *s) {
     gpu_close(s);
     pool_close(s->pool);
     if (s->kv.base) munmap(s->kv.base, s->kv.size);
@@ -786,7 +788,7 @@ static float rope_frequencies(const Model *m, int kind, int session_window, doub
     return rope_scaling(m, kind, session_window, freq);
 }
 
-bool session_open(Session *s, const Model *m, Options o, Error *e) {
+API bool session_open(Session *s, const Model *m, Options o, Error *e) {
     *s = (Session){.m = m, .o = o, .rng = o.sampling.seed, .n_cache = m->config.n_layer};
     if (!s->o.window) s->o.window = smaller(m->config.n_ctx, 4096);
     if (!s->o.threads) s->o.threads = count_cpus();
@@ -851,7 +853,7 @@ static bool session_run(Session *s, Request r, Error *e) {
     return !s->on_chunk || s->on_chunk(s->ctx, reused, r.n, r.n) || fail(e, "interrupted");
 }
 
-const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
+API const float *session_eval(Session *s, const int32_t *ids, int n, Error *e) {
     Request last = {.ids = ids, .n = n, .from = n - 1};   // one row, which stays in s->logits
     return session_run(s, last, e) ? s->logits : NULL;
 }
@@ -1021,7 +1023,7 @@ static int32_t sample(const Sampling *o, Candidate *c, const Draw *d, uint64_t *
     return c[sum_until(c, n, random_unit(rng) * total, &sum) - 1].id;
 }
 
-int32_t session_sample(Session *s, const float *logits) {
+API int32_t session_sample(Session *s, const float *logits) {
     const Sampling *o = &s->o.sampling;
     size_t n = o->repeat_penalty == 1 ? 0 : o->repeat_last_n;   // -1 is more than there can be
     Tokens recent = s->history;
@@ -1038,8 +1040,8 @@ static bool generate_guessing(Session *s, const int32_t *ids, int n, int most, O
 // Evaluates ids [n], and hands up to n_predict ids that follow (-1: no limit; 0: none) to on_token,
 // one by one. An end-of-generation id ends the text, and is not handed out. A new id is written
 // behind the session's history, and evaluated as the end of that text to get the next one.
-bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnToken on_token,
-                      Error *e) {
+API bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnToken on_token,
+                          Error *e) {
     if (s->o.draft > 0) return generate_guessing(s, ids, n, n_predict, on_token, e);   // section 40
     int made = 0;
     do {
@@ -1084,7 +1086,7 @@ bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, OnTo
 //   tensors      name, n_dims, ne[n_dims], type, offset of its data
 //   padding, and the data of all tensors
 //
-// The file is not trusted. The cursor that reads it fails once and stays failed, so that one check
+// The file is not trusted. The Reader of its bytes fails once and stays failed, so that one check
 // at the end of a step is enough; no count may exceed what the file's bytes could hold; each tensor
 // must lie inside the file. Strings and weights point into it; what must change is copied first.
 
@@ -1107,7 +1109,7 @@ static bool tokens_room(Tokens *t, size_t n) {
 }
 
 // Appends an id. False: out of memory, and the list is as it was.
-bool tokens_add(Tokens *t, int32_t id) {
+API bool tokens_add(Tokens *t, int32_t id) {
     if (!tokens_room(t, t->n + 1)) return false;
     t->id[t->n++] = id;
     return true;
@@ -1167,30 +1169,30 @@ typedef struct Gguf {
     size_t n_meta, n_tensors, n_maps;
 } Gguf;
 
-typedef struct { const uint8_t *p, *end; bool bad; } Cursor;
+typedef struct { const uint8_t *p, *end; bool bad; } Reader;
 
 // the next n bytes; NULL if fewer are left, and for every call after that
-static const void *take(Cursor *in, uint64_t n) {
+static const void *take(Reader *in, uint64_t n) {
     if (n > (uint64_t)(in->end - in->p)) in->bad = true;
     if (in->bad) return NULL;
     in->p += n;
     return in->p - n;
 }
 
-static uint64_t read_bytes(Cursor *in, size_t n) {   // a number of n = 1, 2, 4 or 8 bytes
+static uint64_t read_bytes(Reader *in, size_t n) {   // a number of n = 1, 2, 4 or 8 bytes
     uint64_t x = 0;
     const void *p = take(in, n);
     if (p) memcpy(&x, p, n);
     return x;
 }
 
-static Str read_str(Cursor *in) {
+static Str read_str(Reader *in) {
     uint64_t n = read_bytes(in, 8);
     const char *s = take(in, n);
     return s ? (Str){s, n} : (Str){"", 0};
 }
 
-static bool read_meta(Cursor *in, Meta *m, Error *e) {
+static bool read_meta(Reader *in, Meta *m, Error *e) {
     *m = (Meta){.key = read_str(in)};
     m->type = m->elem = read_bytes(in, 4);
     m->n = 1;
@@ -1211,7 +1213,7 @@ static bool read_meta(Cursor *in, Meta *m, Error *e) {
     return !in->bad || fail(e, "its value runs past the end of the file");
 }
 
-static bool read_tensor(Cursor *in, Tensor *t, size_t align, Error *e) {
+static bool read_tensor(Reader *in, Tensor *t, size_t align, Error *e) {
     static const char *const foreign[] = {
         [4] = "Ollama's first MXFP4", "Q4_3", [31] = "Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8",
         [36] = "I2_S of bitnet.cpp", "I8_S of bitnet.cpp", "TL1 of bitnet.cpp"};
@@ -1294,7 +1296,7 @@ static int64_t gguf_int(const Gguf *g, const char *key, int64_t otherwise) {
 }
 
 static Str meta_str(const Meta *m) {   // {NULL, 0} if it is no string
-    return m && m->type == GGUF_STR ? read_str(&(Cursor){m->v, m->end, false}) : (Str){NULL, 0};
+    return m && m->type == GGUF_STR ? read_str(&(Reader){m->v, m->end, false}) : (Str){NULL, 0};
 }
 
 static Str gguf_str(const Gguf *g, const char *key) { return meta_str(gguf_find(g, key)); }
@@ -1327,7 +1329,7 @@ static void gguf_close(Gguf *g) {
 // Reads part i of a model and adds its tensors; metadata is kept from part 0 alone.
 static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
     Error why;
-    Cursor in = {map->base, map->base + map->size, false};
+    Reader in = {map->base, map->base + map->size, false};
     uint32_t magic = read_bytes(&in, 4), version = read_bytes(&in, 4);
     uint64_t n_tensors = read_bytes(&in, 8), n_meta = read_bytes(&in, 8);
     if (magic != 0x46554747)   // "GGUF"
@@ -2442,7 +2444,7 @@ static bool weights_load(Model *m, Error *e) {
 static bool tokenizer_open(struct Tokenizer **t, const Gguf *g, Error *e);
 static void tokenizer_close(struct Tokenizer *t);
 
-void model_close(Model *m) {
+API void model_close(Model *m) {
     for (size_t i = 0; i < m->n_owned; i++) free(m->owned[i].base);
     if (m->tokenizer) tokenizer_close(m->tokenizer);
     if (m->gguf) gguf_close(m->gguf);
@@ -2464,7 +2466,7 @@ static bool model_load(Model *m, const char *path, bool weights, Error *e) {
     return ok || fail(e, "%s: %s", path, why.text);
 }
 
-bool model_open(Model *m, const char *path, Error *e) { return model_load(m, path, true, e); }
+API bool model_open(Model *m, const char *path, Error *e) { return model_load(m, path, true, e); }
 
 // ==== Part III: other families ==================================================================
 //
@@ -4079,7 +4081,8 @@ static void chunk_seen(Session *s) { s->seen = s->history.n - s->guesses; }
 //
 // Text becomes ids in four steps. Special tokens are cut out. Rules split the rest into words. Each
 // word is spelled as the vocabulary spells it. Its parts join, two neighbours at a time, as long as
-// the vocabulary knows the union. The ids must be llama.cpp's, to the last one.
+// the vocabulary knows the union. The ids must be llama.cpp's, to the last one, but
+// for the rules with U and v: there they are the author's, whose letters llama.cpp does not tell.
 //
 //                         words            spelling                          what joins first
 //   SentencePiece, llama  the whole text   a space is U+2581                 highest score
@@ -4097,6 +4100,7 @@ static uint32_t utf8_decode(const char *s, size_t n, size_t *used);
 static size_t utf8_encode(uint32_t c, char *out);
 static bool utf8_valid(uint32_t c, size_t used);
 static uint64_t unicode_classes(uint32_t c);   // a bit for each letter of the rules below
+static uint32_t unicode_lower(uint32_t c);
 static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents);
 
 // Byte-level BPE spells a printable byte as itself and the other 68 as U+0100 to U+0143.
@@ -4148,16 +4152,16 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 
 // A rule is a regular expression that splits the pieces left by the rule before it. It tries its
 // alternatives in order, and each takes all it can; a match is a piece, and so is the text between
-// two matches. A letter is a class of characters, as model families chose them (see the appendix):
+// two matches. A letter is a class of characters, a blank or / is itself (see the appendix):
 //
 //   u  A-Z                  N  numbers       P  punctuation             h  Chinese
-//   l  a-z                  d  0-9           S  symbols                 H  more of it
-//   c  other cased letters  s  white space   a  ASCII punctuation       y  letters but h, H
-//   x  other letters        n  \n            p  DeepSeek's punctuation  g  Hangul
-//   L  all letters          r  \r \n         b  BLOOM's punctuation     z  Bopomofo
-//   M  marks                C  control       q  East Asian punctuation  k  DeepSeek's CJK
-//   t  `                    O  unassigned    f  $+<=>^|~                K  a wider one
-//   /  slash; a blank is a blank                                         A  AFMoE's Asian scripts
+//   l  a-z                  D  digits        S  symbols                 H  more of it
+//   c  DeepSeek's letters   d  0-9           a  ASCII punctuation       y  x but h, H
+//   U  all capital letters  s  white space   p  DeepSeek's punctuation  g  Hangul
+//   v  all small letters    n  \n            b  BLOOM's punctuation     z  Bopomofo
+//   x  other letters        r  \r \n         q  East Asian punctuation  k  DeepSeek's CJK
+//   L  all letters          C  control       f  $+<=>^|~                K  a wider one
+//   M  marks                t  `             W  what else \w has        A  AFMoE's Asian scripts
 //
 //   [..]   one of these classes    X?   one or none      '  one of 's 't 're 've 'm 'll 'd
 //   [^..]  one of other classes    X*   any number       i  the same in any case
@@ -4165,9 +4169,10 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 //   !      here white space or     X3   one to three     w  a word, which goes on over
 //          the end must follow     X=n  2^n                 single spaces
 //
-// Three rules are a single sign: $ splits off the white space that ends a piece, % splits digits in
-// threes from the right, & splits numbers so and ends a piece behind them. RULE_LLAMA3, for
-// example, splits "It's 1234  ok!\n" into  It|'s| |123|4| | ok|!\n  with
+// Four rules are a sign. $ splits off the white space that ends a piece. The others split a row of
+// the class behind them in threes from the right: % no more, & ends a piece behind the row, and @
+// in front of it, too, but leaves a row alone that a word goes on behind, such as 1990s.
+// RULE_LLAMA3, for example, splits "It's 1234  ok!\n" into  It|'s| |123|4| | ok|!\n  with
 //   i             's
 //   [^rLN]?L+     It and " ok": letters, and one character in front that is none of r, L, N
 //   N3            123 and 4
@@ -4178,19 +4183,22 @@ static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {  
 //
 // To add a pre-tokenizer, add its name to the row that has its rules, or add a row of at most six.
 // A new letter goes to MORE_CLASSES, too. Then add words to test.c. The flags say that a word which
-// is a token stays whole, that BOS is added, and that only spaces are respelled.
-enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4 };
+// is a token stays whole, that BOS is added, that only spaces are respelled, that words are all.
+enum { PRE_WHOLE = 1, PRE_BOS = 2, PRE_SPACES = 4, PRE_WORDS = 8 };
 typedef struct { const char *names; int flags; const char *rule[7]; } PreTokenizer;
 
 #define RULE_GPT2   "'| ?L+| ?N+| ?[^sLN]+|s+!|s+"
 #define RULE_LLAMA3 "i|[^rLN]?L+|N3| ?[^sLN]+r*|s*r+|s+!|s+"
 #define RULE_QWEN2  "i|[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"
+#define RULE_HELLO_WORLD "[^rLN]?[UxM]*[vxM]+~|[^rLN]?[UxM]+[vxM]*~|"   // parts HelloWorld
+#define RULE_O200K  RULE_HELLO_WORLD "N3| ?[^sLN]+[r/]*|s*r+|s+!|s+"
 #define RULE_DEEPSEEK3 "a[ul]+|[^rLPS]?[LM]+| ?[PS]+r*|s*r+|s+!|s+"
 
 static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.ggml.pre may have
     {"default", 0, {"[Pf]+", RULE_GPT2, "N+", "ddd"}},
     {"(SentencePiece)", PRE_SPACES | PRE_BOS, {NULL}},
-    {"(WordPiece)", PRE_SPACES, {"[hPft]|[^shPft]+"}},
+    {"whitespace", PRE_SPACES | PRE_WORDS, {"s+"}},
+    {"(WordPiece)", PRE_SPACES | PRE_WORDS, {"[hPft]|[^shPft]+"}},
     {"(unigram)", PRE_SPACES, {NULL}},
     {"gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 jina-es jina-de jina-v2-es "
      "jina-v2-de jina-v1-en jina-v2-code roberta-bpe gigachat a.x-4.0 mellum modern-bert",
@@ -4210,23 +4218,21 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
     {"bailingmoe bailingmoe2 llada-moe", 0, {"i|[^rLN]?L+|N| ?[^sLN]+r*|s*r|s+!|s+"}},
     {"exaone-moe", 0, {"i|[^rLN]?w|N| ?[^sLN]+[r/]?|s*r|s+!|s+"}},
     {"minicpm5", PRE_WHOLE, {"N3", "i|[^rLN]?L+|N+| ?[^sLN]+r*|s*r+|s+!|s+"}},
-    {"kimi-k2", 0, {"[hH]+|[^rLN]?y+~|N3| ?[^sLNO]+r*|s*r+|s+!|s+|O"}},
-    {"superbpe", 0, {"N+", "%"}},
+    {"kimi-k2", PRE_WHOLE,
+     {"[hH]+|[^rLN]?[UyM]*[vyM]+~|[^rLN]?[UyM]+[vyM]*~|N3| ?[^sLN]+r*|s*r+|s+!|s+"}},
+    {"superbpe", 0, {"N+", "%d"}},
     {"bloom poro-chat gpt3-finnish", 0, {" ?[^sb]+"}},
     {"viking", 0, {" ?[^sb]+", "N"}},
     {"qwen35", 0, {"i|[^rLN]?[LM]+|N| ?[^sLMN]+r*|s*r+|s+!|s+"}},
     {"tekken", PRE_WHOLE | PRE_BOS,
-     {"[^rLN]?[ucx]*[lcx]+|[^rLN]?[ucx]+[lcx]*|N| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
-    {"gpt-4o llama4 kanana2 talkie minimax-m2", 0,
-     {"[^rLN]?[ucx]*[lcx]+~|[^rLN]?[ucx]+[lcx]*~|N3| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
-    {"granite-embed-multi-97m", PRE_WHOLE,
-     {"[^rLN]?[ucxM]*[lcxM]+~|[^rLN]?[ucxM]+[lcxM]*~|N3| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
-    {"youtu", PRE_WHOLE, {"g+|q+|z+|k+", "[^rLN]?[LM]+~|N| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
-    {"tiny_aya cohere2moe", 0, {"&", "[^rLN]?[LM]+~|N3| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
+     {"[^rLN]?[UxM]*[vxM]+|[^rLN]?[UxM]+[vxM]*|N| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
+    {"gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m", PRE_WHOLE, {RULE_O200K}},
+    {"youtu", PRE_WHOLE, {"g+|q+|z+|k+", RULE_HELLO_WORLD "N| ?[^sLN]+[r/]*|s*r+|s+!|s+"}},
+    {"tiny_aya cohere2moe", 0, {"@D", RULE_O200K}},
     {"deepseek-llm", 0, {"r", "s?[ulc]+", "s?p+", "$", "K+", "N+"}},
     {"deepseek-coder", 0, {"r", "s?L+", "s?P+", "K+", "N"}},
     {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", 0, {"N3", "k+", RULE_DEEPSEEK3}},
-    {"afmoe", 0, {"&", "A+", RULE_DEEPSEEK3}},
+    {"afmoe", 0, {"&N", "A+", RULE_DEEPSEEK3}},
     {"spark2_5", 0, {"N", "k+", "a[ul]+|[^rLPS]?[LM]+| ?[PS]+|r|s+!|s+"}},
     {"gemma4 granite-embed-multi-311m sarvam-moe", PRE_SPACES | PRE_BOS, {"[^n]+|n+"}},
 };
@@ -4250,7 +4256,7 @@ typedef struct Tokenizer {
     bool no_rules;                   // pre-tokenizer unknown: cannot tokenize
     char note[128];                  // what the user should know, or empty
     const PreTokenizer *pre;
-    const Meta *scores;              // SentencePiece, unigram: [n_vocab]
+    const Meta *scores;              // SentencePiece, unigram: [n_vocab]; NULL: all are 0
     float unknown_score;             // unigram: of a character that is no token
     Str trie, strings;               // unigram: what is replaced, and by what (charsmap_match)
     Dictionary tokens, merges;
@@ -4355,11 +4361,14 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
         end->cut = true;
         return;
     }
-    if (*rule == '%' || *rule == '&') {
-        uint64_t set = *rule == '&' ? CLASS('N') : CLASS('d');
+    if (strchr("%&@", *rule)) {
+        uint64_t word = CLASS('L') | CLASS('M') | CLASS('W');
+        bool alone = true;   // no word goes on behind the row
         for (int n = 0; end-- > ch;) {   // n in a row from here on
-            n = end->set & set ? n + 1 : 0;
-            if (n % 3 == 1 && (n > 3 || *rule == '&')) end[1].cut = true;
+            bool in_row = end->set & CLASS(rule[1]), front = n && !in_row && *rule == '@';
+            n = in_row ? n + 1 : 0;
+            if (alone && (front || (n % 3 == 1 && (n > 3 || *rule != '%')))) end[1].cut = true;
+            if (!in_row) alone = *rule != '@' || !(end->set & word);
         }
         return;
     }
@@ -4386,7 +4395,7 @@ static uint64_t pair_cost(Work *w, uint32_t i) {
     if (!a || !b) return UINT64_MAX;
     if (t->kind == TOKENIZER_SPM) {
         found = dictionary_find(&t->tokens, s, a + b);
-        float loss = found < 0 ? 0 : 0 - meta_float(t->scores, found);
+        float loss = found < 0 || !t->scores ? 0 : 0 - meta_float(t->scores, found);
         memcpy(&cost, &loss, 4);   // as an integer that compares as the float does
         cost ^= cost >> 31 ? UINT32_MAX : 0x80000000;
     } else if (a + b < t->merges.longest) {
@@ -4518,10 +4527,9 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
     for (Char *ch = w->ch; ch < end;) {
         if (ch->cut) w->n_text = wpm ? utf8_encode(SPM_SPACE, w->text) : 0;   // a word begins
         w->n_text += character_spell(t, ch->c, w->text + w->n_text);
-        bool space = ch++->set & CLASS('s');   // WordPiece's words have none
-        if (!ch->cut) continue;
-        if (!wpm) word_join(w);
-        else if (!space) word_pieces(w);
+        bool space = ch++->set & CLASS('s');   // then it is nothing else
+        if (!ch->cut || (space && t->pre->flags & PRE_WORDS)) continue;
+        (wpm ? word_pieces : word_join)(w);
     }
     w->space = false;
 }
@@ -4680,8 +4688,8 @@ enum { TOKENS_ADD = 1,        // adds the first and last tokens that the metadat
 
 // Appends the ids of text [n] to out. A byte whose mark [n] is 1 was written by a user and is never
 // part of a control token; mark NULL: there is no such byte. False: e says why.
-bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned char *mark, int flags,
-              Tokens *out, Error *e) {
+API bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned char *mark,
+                  int flags, Tokens *out, Error *e) {
     if (t->kind == TOKENIZER_NONE || t->no_rules)
         return fail(e, "%s: give it --tokens", *t->note ? t->note : "the model has no tokenizer");
     if (n > TEXT_MAX) return fail(e, "%zu bytes of text are too many", n);
@@ -4734,7 +4742,7 @@ static int char_to_byte(const Tokenizer *t, uint32_t c) {   // -1: none, it is s
 }
 
 // Writes the text of a token, in whole characters, to out[t->detokenize_max]; returns its length.
-size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
+API size_t detokenize(const Tokenizer *t, Detokenizer *d, int32_t id, char *out) {
     if (!token_is(t, id, 1 << TOKEN_NORMAL | 1 << TOKEN_USER | 1 << TOKEN_BYTE)) return 0;
     bool strip = !d->started && t->space_prefix;
     Str s = token_at(t, id).text;
@@ -4780,6 +4788,7 @@ static const struct { const char *names, *pre; Tokenizer t; } MODELS[] = {   // 
     {"t5", "(unigram)", {TOKENIZER_UNIGRAM, .bos = -1, .eos = 1, .unk = 2, .sep = -1}},
     {"gpt2", NULL, {TOKENIZER_BPE, .bos = 11, .eos = 11, .unk = -1, .sep = -1}},
     {"gemma4", "gemma4", {TOKENIZER_BPE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
+    {"whitespace", "whitespace", {TOKENIZER_BPE, .bos = -1, .eos = -1, .unk = -1, .sep = -1}},
 };
 
 // the key's array of strings (n 0) or of n numbers; NULL: there is no such array, and e says so
@@ -4804,7 +4813,7 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, int m
     d->slot = calloc(size, sizeof *d->slot);
     d->str = malloc(m->n * sizeof *d->str);
     if (!d->slot || !d->str) return fail(e, "out of memory");
-    Cursor c = {m->v, m->end, false};
+    Reader c = {m->v, m->end, false};
     for (uint32_t i = 0; i < d->n; i++) {
         Str s = d->str[i] = read_str(&c);
         uint32_t *slot = dictionary_slot(d, hash_text(0, s), s);
@@ -4842,7 +4851,7 @@ static bool unigram_open(Tokenizer *t, const Gguf *g, Error *e) {
     if (m->type != GGUF_ARR || m->elem > GGUF_I8)
         return fail(e, "%s: want an array of bytes, not %s; get or make another file", key,
                     m->elem == GGUF_STR ? "text (base64)" : "larger numbers (INT32)");
-    Cursor c = {m->v, m->end, false};
+    Reader c = {m->v, m->end, false};
     t->trie.n = read_bytes(&c, 4);
     t->trie.s = take(&c, t->trie.n);
     t->strings = (Str){(const char *)c.p, c.end - c.p};
@@ -4870,12 +4879,13 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
         int64_t type = types ? meta_int(types, i) : TOKEN_NORMAL;
         t->type[i] = type >= TOKEN_NORMAL && type <= TOKEN_BYTE ? type : TOKEN_UNUSED;
     }
-    if (t->kind == TOKENIZER_SPM || t->kind == TOKENIZER_UNIGRAM)
-        t->scores = vocab_array(g, "tokenizer.ggml.scores", t->n_vocab, e);
+    key = "tokenizer.ggml.scores";   // SentencePiece's may be missing; then all are 0
+    bool scores = t->kind == TOKENIZER_UNIGRAM || (t->kind == TOKENIZER_SPM && gguf_find(g, key));
+    if (scores && !(t->scores = vocab_array(g, key, t->n_vocab, e))) return false;
     if (t->kind == TOKENIZER_UNIGRAM)
-        return t->scores && unigram_open(t, g, e) && dictionary_lengths(&t->tokens, e);
+        return unigram_open(t, g, e) && dictionary_lengths(&t->tokens, e);
     if (t->kind == TOKENIZER_WPM) return dictionary_lengths(&t->tokens, e);
-    if (t->kind == TOKENIZER_SPM) return t->scores;
+    if (t->kind == TOKENIZER_SPM) return true;
     if (!dictionary_open(&t->merges, g, "tokenizer.ggml.merges", INT_MAX, e)) return false;
     for (uint32_t i = 0; i < t->merges.n; i++) {
         Str s = t->merges.str[i];
@@ -4911,7 +4921,7 @@ static bool special_keys(Tokenizer *t, const Gguf *g, Error *e) {
         if (i >= EOS && id >= 0) t->type[id] |= TOKEN_EOG;
     }
     // BERT's files do not say that BOS is added, and Gemma 4's say no and mean yes
-    bool forced = wpm || (t->kind == TOKENIZER_BPE && t->pre->flags & PRE_SPACES);
+    bool forced = wpm || (t->kind == TOKENIZER_BPE && t->pre->flags == (PRE_SPACES | PRE_BOS));
     t->add_bos = forced || gguf_int(g, "tokenizer.ggml.add_bos_token", t->pre->flags & PRE_BOS);
     t->add_eos = wpm || gguf_int(g, "tokenizer.ggml.add_eos_token", unigram);
     t->trim_spaces = unigram && gguf_int(g, "tokenizer.ggml.remove_extra_whitespaces", false);
@@ -4983,7 +4993,7 @@ static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
     while (i < COUNT(MODELS) && !find_str(model, MODELS[i].names)) i++;
     if (i == COUNT(MODELS))
         return fail(e, "tokenizer.ggml.model '%.*s' is not one of llama, gpt2, gemma4, bert, t5, "
-                    "none", STR_ARG(model));
+                    "whitespace, none", STR_ARG(model));
     *t = MODELS[i].t;
     if (t->kind == TOKENIZER_NONE) return true;
     if (!tokenizer_vocab(t, g, e)) return false;
@@ -5031,10 +5041,11 @@ typedef struct { char *text; unsigned char *mark; size_t n; char *block; } Rende
 enum { FOREIGN = 1, ROOM = 2,   // in the shadow; ROOM: free bytes into which a text may grow
        LONGEST_RANGE = 100000, MOST_PARAMS = 6,   // of a row of BUILTINS
        DEEPEST = 400 << 10 };   // bytes of a thread's stack, which may have 512 KB, for recursion
-enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_GENERATOR, V_DICT, V_LOOP,
-       V_MACRO };
+enum { V_UNDEFINED, V_NONE, V_BOOL, V_INT, V_FLOAT, V_STRING, V_LIST, V_GENERATOR, V_DICT,
+       V_NAMESPACE, V_LOOP, V_MACRO };
 static const char *const VALUE_KINDS[] = {"undefined", "None", "bool", "int", "float", "str",
-                                          "list", "generator", "dict", "loop", "macro"};
+                                          "list", "generator", "dict", "namespace", "loop",
+                                          "macro"};
 typedef struct Value Value;
 typedef struct Node Node;
 typedef struct { Value *v; size_t n; } List;   // also of a tuple
@@ -5183,15 +5194,33 @@ static Str strip(Template *t, Str s, Value set, int side) {
     return s;
 }
 
-// s in another case, of ASCII alone: `how` is the first letter of upper, lower, capitalize or title
+// s in another case; how: u(pper), l(ower), c(apitalize), t(itle) or _, the method title. A capital
+// lies at one of these distances from its small letter; what has another, or none, is an error.
 static Str recased(Template *t, Str s, char how) {
-    char *c = copy(t, s);
-    for (size_t i = 0; i < s.n; i++) {
-        bool first = i == 0 || (how == 't' && strchr("-([{< \t\n", c[i - 1]));
-        bool up = how == 'u' || (how != 'l' && first);
-        if (!(c[i] & 0x80)) c[i] = up ? toupper(c[i]) : tolower(c[i]);
+    static const int distances[] = {32, 1, 80, 48, 63, 37, 38, 64, -121, 40, 26, 16};
+    uint64_t cased = CLASS('U') | CLASS('v'), before = 0, set;   // classes of characters
+    Str out = NOTHING;
+    for (size_t i = 0, n, more; i < s.n; i += n, before = set) {
+        uint32_t c = utf8_decode(s.s + i, s.n - i, &n);
+        uint32_t next = utf8_decode(s.s + i + n, s.n - i - n, &more);   // a text has room behind it
+        bool first = i == 0 || (how == 't' && strchr("-([{< \t\n", s.s[i - 1]));
+        set = unicode_classes(c);
+        if (how == '_') first = !(before & cased);
+        bool up = how == 'u' || (how != 'l' && first), small = set & (CLASS('v') | CLASS('W'));
+        uint32_t to = up ? c : unicode_lower(c);
+        for (size_t k = 0; up && small && to == c && k < COUNT(distances); k++)
+            if (unicode_lower(c - distances[k]) == c) to = c - distances[k];
+        if (up && set & CLASS('v') && (to == c || unicode_lower(to - 1) == c))
+            stop(t, "the capital of U+%04X is not known", c);
+        if (c == 0x3A3 && !up && before & cased && !(unicode_classes(next) & cased)) to = 0x3C2;
+        char bytes[6], *mark = shadow(t, s.s + i);
+        size_t size = utf8_encode(to, bytes);
+        if (c == 0x130 && !up) size += utf8_encode(0x307, bytes + size);   // i and a dot
+        out = concat(t, out, (Str){bytes, size});
+        if (mark) memset(shadow(t, out.s + out.n - size), *mark, size);
+        spend(t, 1);
     }
-    return (Str){c, s.n};
+    return out;
 }
 
 // ---- its values, which behave as Python's
@@ -5278,6 +5307,11 @@ static Dict *new_dict(Template *t, Dict *outer) {
     return d;
 }
 
+static Value apply(Template *t, Str filter, Value v, Args more);
+static Str join(Template *t, Str by, List l);
+static List sorted(Template *t, List l, Value attribute, bool reverse, bool exact);
+static List pairs_of(Template *t, Value v);
+
 // The items that a loop over v sees: elements of a list, characters of a text, keys of a dict.
 static List items_of(Template *t, Value v) {
     List l = {0};
@@ -5297,31 +5331,40 @@ static int64_t length(Template *t, Value v) {
     return v.kind == V_STRING ? characters(t, v.s) : items_of(t, v).n;
 }
 
-// index v of a slice, within 0 .. n; a negative one counts from the end
-static int64_t bound(Value v, int64_t n, int64_t otherwise) {   // if v is no whole number
-    int64_t i = is_int(v) ? v.i : otherwise;
-    if (i < 0) i += n;
-    return i < 0 ? 0 : smaller(i, n);
+// index v of a slice, or `otherwise`; a negative one counts from the end; back: 1 in a slice that
+// goes backwards, which may end in front of the first
+static int64_t bound(Value v, int64_t n, int back, int64_t otherwise) {
+    if (!is_int(v)) return otherwise;
+    int64_t i = v.i < 0 ? v.i + n : v.i;
+    return i < -back ? -back : smaller(i, n - back);
 }
 
-static Value slice(Template *t, Value v, Value from, Value to) {   // v[from:to]; a view
+static Value slice(Template *t, Value v, Value from, Value to, Value by) {   // v[from:to:by]
     if (v.kind != V_LIST) must_be(t, v, V_STRING);
-    int64_t n = length(t, v), a = bound(from, n, 0), b = larger(a, bound(to, n, n));
-    if (v.kind == V_LIST) v.list = (List){v.list.v + a, b - a};
-    if (v.kind == V_LIST) return v;
-    Str s = behind(t, v.s, a);
-    return string_value((Str){s.s, s.n - behind(t, s, b - a).n});
+    int64_t n = length(t, v), step = is_int(by) ? by.i : 1;
+    int back = step < 0;
+    int64_t a = bound(from, n, back, back * (n - 1)), b = bound(to, n, back, back ? -1 : n);
+    List l = {0};
+    if (!step) stop(t, "a slice has a step of 0");
+    if (step == 1 && v.kind == V_STRING) {   // a view
+        Str s = behind(t, v.s, a);
+        return string_value((Str){s.s, s.n - behind(t, s, a < b ? b - a : 0).n});
+    }
+    for (List all = items_of(t, v); back ? a > b : a < b; a += step) push(t, &l, all.v[a]);
+    if (v.kind == V_STRING) return string_value(join(t, NOTHING, l));
+    return (Value){.kind = V_LIST, .tuple = v.tuple, .list = l};
 }
 
 // v.key or v[key]. What is not there is undefined, but an error in an undefined value or a loop.
 static Value member(Template *t, Value v, Value key) {
     if (v.kind == V_UNDEFINED) must_be(t, v, V_DICT);
-    Value *found = v.kind == V_DICT || v.kind == V_LOOP ? entry(t, v.dict, key) : NULL;
+    Value *found = v.kind >= V_DICT && v.kind <= V_LOOP ? entry(t, v.dict, key) : NULL;
     if (found) return *found;
     if (v.kind == V_LOOP) must_be(t, undefined_value(must_be(t, key, V_STRING).s), V_INT);
     if (is_int(key) && (v.kind == V_LIST || v.kind == V_STRING)) {
         int64_t n = length(t, v), i = key.i < 0 ? key.i + n : key.i;
-        if (i >= 0 && i < n) return *items_of(t, slice(t, v, int_value(i), int_value(i + 1))).v;
+        Value next = int_value(i + 1), by = int_value(1);
+        if (i >= 0 && i < n) return *items_of(t, slice(t, v, int_value(i), next, by)).v;
     }
     return undefined_value(key.kind == V_STRING ? key.s : str("an element"));
 }
@@ -5334,7 +5377,8 @@ static void write_float(double f, char *s, size_t size) {   // in the fewest dig
     if (e >= -4 && e < 16) snprintf(s, size, "%.*f", digits > e ? digits - e : 1, f);
 }
 
-static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent);
+enum { PYTHON, JSON, SORTED };   // SORTED: JSON with the keys in order
+static Str written(Template *t, Str s, Value v, int json, Str line, Str indent);
 static Str to_text(Template *t, Value v) {   // as Python's str writes v
     char s[32];
     if (v.kind == V_STRING) return v.s;
@@ -5342,7 +5386,7 @@ static Str to_text(Template *t, Value v) {   // as Python's str writes v
     if (v.kind == V_NONE) return str("None");
     if (v.kind == V_BOOL) return str(v.i ? "True" : "False");
     if (v.kind == V_LIST || v.kind == V_DICT)
-        return written(t, NOTHING, v, false, NOTHING, NOTHING);
+        return written(t, NOTHING, v, PYTHON, NOTHING, NOTHING);
     if (v.kind == V_FLOAT) write_float(v.f, s, sizeof s);
     else snprintf(s, sizeof s, "%lld", (long long)must_be(t, v, V_INT).i);
     return concat(t, NOTHING, str(s));
@@ -5363,7 +5407,7 @@ static Str quoted(Template *t, Str s, Str text, bool json) {   // s, then text i
 }
 
 // s, then v as JSON or as Python has it; each element is behind `line` and `indent`, unless empty
-static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent) {
+static Str written(Template *t, Str s, Value v, int json, Str line, Str indent) {
     bool dict = v.kind == V_DICT;
     const char *brackets = dict ? "{}" : "[]";
     enter(t);
@@ -5373,15 +5417,16 @@ static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent)
     if (v.kind == V_STRING) return quoted(t, s, v.s, json);
     if (v.kind != V_LIST && !dict) return concat(t, s, to_text(t, v));
     if (v.tuple && !json) brackets = "()";
-    List l = dict ? v.dict->pairs : v.list;
+    List l = dict ? pairs_of(t, v) : v.list;
     Str inner = line.n ? concat(t, concat(t, NOTHING, line), indent) : NOTHING;
+    if (dict && json == SORTED) l = sorted(t, l, int_value(0), false, true);
     s = concat(t, s, (Str){brackets, 1});
     for (size_t i = 0; i < l.n; i++) {
-        bool key = !dict || i % 2 == 0;   // or an element of a list
-        if (!key) s = concat(t, s, str(": "));
-        if (key && i > 0) s = concat(t, s, str(line.n ? "," : ", "));
-        if (key) s = concat(t, s, inner);
-        s = written(t, s, l.v[i], json, inner, indent);
+        Value x = l.v[i];
+        if (i > 0) s = concat(t, s, str(line.n ? "," : ", "));
+        s = concat(t, s, inner);
+        if (dict) s = concat(t, written(t, s, *x.list.v, json, inner, indent), str(": "));
+        s = written(t, s, dict ? x.list.v[1] : x, json, inner, indent);
     }
     if (l.n == 1 && *brackets == '(') s = concat(t, s, str(","));
     if (l.n) s = concat(t, s, line);
@@ -5417,22 +5462,28 @@ static Value operate(Template *t, Str op, Value a, Value b) {
         return a;
     }
     if (o == '*' && a.kind == V_STRING && is_int(b)) return string_value(repeat(t, a.s, b.i));
-    if (!is_number(a) || !is_number(b) || str_eq(op, "**")) stop_types(t, op, a, b);
+    if (o == '%' && a.kind == V_STRING)
+        return apply(t, str("format"), a, (Args){.list = b.tuple ? b.list : (List){&b, 1}});
+    if (!is_number(a) || !is_number(b)) stop_types(t, op, a, b);
     double x = number(a), y = number(b), left = fmod(x, y);
     if (!y && strchr("/%", o)) stop(t, "division by zero");
     if (left && (left < 0) != (y < 0)) left += y;   // it has the sign of y
     double z = op.n == 2 ? (x - left) / y + 0.0 : x / y;   // no -0.0 in x // y
     if (o == '+') z = x + y;
     if (o == '-') z = x - y;
-    if (o == '*') z = x * y;
+    if (o == '*') z = op.n == 2 ? pow(x, y) : x * y;
     if (o == '%') z = left;
     if (!(fabs(z) < 9e15)) stop(t, "a number is too large");
-    return is_int(a) && is_int(b) && !str_eq(op, "/") ? int_value((int64_t)z) : float_value(z);
+    bool whole = !str_eq(op, "/") && (!str_eq(op, "**") || y >= 0);
+    return is_int(a) && is_int(b) && whole ? int_value((int64_t)z) : float_value(z);
 }
 
 static bool passes(Template *t, Str test, Value v, Value x) {   // v is test, or v is test(x)
     static const char *const kinds[] = {"undefined", "none", "boolean", "integer", "float",
                                         "string", "", "", "mapping"};
+    static const char *const operators[][2] = {{"==", "== eq equalto"}, {"!=", "!= ne"},
+        {"<", "< lt lessthan"}, {"<=", "<= le"}, {">", "> gt greaterthan"}, {">=", ">= ge"},
+        {"in", "in"}};
     for (int k = 0; k < (int)COUNT(kinds); k++)
         if (is(test, kinds[k])) return v.kind == k;
     if (is(test, "defined")) return v.kind != V_UNDEFINED;
@@ -5442,13 +5493,15 @@ static bool passes(Template *t, Str test, Value v, Value x) {   // v is test, or
     if (is(test, "sequence iterable")) return !v.kind || (v.kind >= V_STRING && v.kind <= V_DICT);
     if (is(test, "sameas") && v.kind != x.kind) return false;
     if (is(test, "sameas") && v.kind > V_STRING) return v.dict == x.dict;   // or a list's v
-    if (is(test, "eq equalto sameas")) return !order(t, v, x);
+    if (is(test, "sameas")) return !order(t, v, x);
+    if (is(test, "filter")) return entry(t, t->builtins, must_be(t, v, V_STRING));
+    for (size_t k = 0; k < COUNT(operators); k++)
+        if (is(test, operators[k][1])) return operate(t, str(operators[k][0]), v, x).i;
+    if (is(test, "odd even")) return (must_be(t, v, V_INT).i & 1) == (*test.s == 'o');
     stop(t, "there is no test '%.*s'", STR_ARG(test));
 }
 
 // ---- its filters, methods and functions
-static Value apply(Template *t, Str filter, Value v, Args more);
-
 static Str join(Template *t, Str by, List l) {
     Str s = NOTHING;
     spend(t, l.n);
@@ -5478,20 +5531,20 @@ static Value get(Template *t, Value x, Value attribute) {
     return x;
 }
 
-// the key by which an element is compared, in lower case
-static Value key_of(Template *t, Value v, Value attribute) {
+// the key by which an element is compared, unless `exact` in lower case
+static Value key_of(Template *t, Value v, Value attribute, bool exact) {
     v = get(t, v, attribute);
-    return v.kind == V_STRING ? string_value(recased(t, v.s, 'l')) : v;
+    return v.kind == V_STRING && !exact ? string_value(recased(t, v.s, 'l')) : v;
 }
 
-static List sorted(Template *t, List l, Value attribute, bool reverse) {
+static List sorted(Template *t, List l, Value attribute, bool reverse, bool exact) {
     List out = {0};
     Str before = str(reverse ? ">" : "<");
     for (size_t i = 0, k; i < l.n; i++) {
-        Value key = key_of(t, l.v[i], attribute);
+        Value key = key_of(t, l.v[i], attribute, exact);
         push(t, &out, l.v[i]);
-        for (k = i; k && operate(t, before, key, key_of(t, out.v[k - 1], attribute)).i; k--)
-            out.v[k] = out.v[k - 1];
+        for (k = i; k; out.v[k] = out.v[k - 1], k--)
+            if (!operate(t, before, key, key_of(t, out.v[k - 1], attribute, exact)).i) break;
         out.v[k] = l.v[i];
     }
     return out;
@@ -5508,21 +5561,23 @@ static List pairs_of(Template *t, Value v) {   // of a dict, as tuples of two
 // them. To add a name, add it here, if it is a method or function also to one of the lists below,
 // then its result to builtin or text_builtin, and a row to TEMPLATES in test.c.
 static const char *const BUILTINS[] = {
-    "upper lower capitalize title string safe (s)", "trim strip lstrip rstrip (s, chars=none)",
-    "replace (s, old, new)", "split (s, sep, maxsplit=-1)", "startswith endswith find rfind (s, x)",
-    "format braces (s, a, b, c, d, e)", "indent (s, width=4, first=false, blank=false)",
-    "int (v, default=0)", "float (v, default=0.0)", "round (v, precision=0, method='common')",
-    "join (v, d='')", "tojson (v, ensure_ascii=false, indent=none)",
+    "upper lower capitalize title _title string safe escape e (s)", "split (s, sep, maxsplit=-1)",
+    "trim strip lstrip rstrip (s, chars=none)", "startswith endswith find rfind (s, x)",
+    "replace (s, old, new)", "format _format (s, a, b, c, d, e)", "join (v, d='')",
+    "indent (s, width=4, first=false, blank=false)", "int (v, default=0)", "float (v, default=0.0)",
+    "tojson (v, ensure_ascii=false, indent=none, separators=none, sort_keys=false)",
     "default d (v, default_value='', boolean=false)", "get (v, key, default=none)",
-    "length list first last items keys dictsort (v)", "map (v, filter, x, y, attribute=none)",
-    "sort unique min (v, reverse=false, attribute=none)", "select reject (v, test, x)",
-    "selectattr rejectattr (v, attribute, test, x)", "namespace ()",
-    "range (start, stop=none, step=1)", "raise_exception (message)", "strftime_now (format)",
+    "length count list first last items keys values dictsort reverse (v)",
+    "map (v, filter, x, y, attribute=none)", "round (v, precision=0, method='common')",
+    "sort unique min max (v, reverse=false, attribute=none)", "select reject (v, test, x)",
+    "selectattr rejectattr (v, attribute, test, x)", "namespace dict ()", "strftime_now (format)",
+    "sum (v, attribute=none, start=0)", "range (start, stop=none, step=1)",
+    "raise_exception (message)",
 };
 static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip replace split "
                                "startswith endswith find rfind format join";
-static const char OF_DICTS[] = "get items keys";
-static const char FUNCTIONS[] = "namespace range raise_exception strftime_now";
+static const char OF_DICTS[] = "get items keys values";
+static const char FUNCTIONS[] = "namespace dict range raise_exception strftime_now";
 
 static Str date(Template *t, Str format) {   // now; for tests SOURCE_DATE_EPOCH, in UTC
     const char *epoch = getenv("SOURCE_DATE_EPOCH");
@@ -5551,7 +5606,10 @@ static Str filled(Template *t, Str s, const Value *a, const char *hole) {
 static Value text_builtin(Template *t, Str f, Str s, const Value *a) {   // s: a[0] as a text
     if (is(f, "raise_exception")) stop(t, "%s", copy(t, s));
     if (is(f, "strftime_now")) s = date(t, s);
-    if (is(f, "upper lower capitalize title")) s = recased(t, s, *f.s);
+    if (is(f, "upper lower capitalize title _title")) s = recased(t, s, *f.s);
+    static const char *const html[] = {"&&amp;", "<&lt;", ">&gt;", "'&#39;", "\"&#34;"};
+    for (size_t i = 0; i < COUNT(html) && is(f, "escape e"); i++)
+        s = join(t, str(html[i] + 1), split(t, s, (Str){html[i], 1}, -1));
     if (is(f, "trim strip lstrip")) s = strip(t, s, a[1], LEFT);
     if (is(f, "trim strip rstrip")) s = strip(t, s, a[1], RIGHT);
     if (is(f, "replace")) s = join(t, to_text(t, a[2]), split(t, s, to_text(t, a[1]), -1));
@@ -5566,7 +5624,7 @@ static Value text_builtin(Template *t, Str f, Str s, const Value *a) {   // s: a
         return int_value(at ? (int64_t)characters(t, (Str){s.s, at - s.s}) : -1);
     }
     if (is(f, "format")) s = filled(t, s, a, "%s");
-    if (is(f, "braces")) s = filled(t, s, a, "{}");
+    if (is(f, "_format")) s = filled(t, s, a, "{}");
     if (is(f, "indent")) {   // by default not the first line, and no empty lines
         Str pad = a[1].kind == V_STRING ? a[1].s : repeat(t, str(" "), must_be(t, a[1], V_INT).i);
         List lines = split(t, s, str("\n"), -1);
@@ -5597,30 +5655,36 @@ static Value chosen(Template *t, Str f, Value v, Value attribute, Value name, Li
 __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     Value v = a[0], none = {.kind = V_NONE};
     List l = {0};
-    if (is(f, "length")) return int_value(length(t, v));
+    if (is(f, "length count")) return int_value(length(t, v));
     if (is(f, "list keys")) return list_value(items_of(t, v));
     if (is(f, "default d")) return !v.kind || (truth(a[2]) && !truth(v)) ? a[1] : v;
     if (is(f, "join") && v.kind == V_STRING) return string_value(join(t, v.s, items_of(t, a[1])));
     if (is(f, "join")) return string_value(join(t, to_text(t, a[1]), items_of(t, v)));
     if (is(f, "items")) return list_value(pairs_of(t, v));
-    if (is(f, "dictsort")) return list_value(sorted(t, pairs_of(t, v), int_value(0), false));
-    if (is(f, "sort")) return list_value(sorted(t, items_of(t, v), a[2], truth(a[1])));
-    if (is(f, "min")) v = list_value(sorted(t, items_of(t, v), a[2], false));
-    if (is(f, "first last min"))
+    if (is(f, "values")) return list_value(chosen(t, str("map"), list_value(pairs_of(t, v)),
+                                                  int_value(1), (Value){0}, l).list);
+    if (is(f, "reverse") && v.kind != V_STRING) v = list_value(items_of(t, v));
+    if (is(f, "reverse")) return slice(t, v, none, none, int_value(-1));
+    if (is(f, "sum")) {
+        for (l = items_of(t, v), v = a[2]; l.n; l.n--)
+            v = operate(t, str("+"), v, get(t, *l.v++, a[1]));
+        return v;
+    }
+    if (is(f, "dictsort")) return list_value(sorted(t, pairs_of(t, v), int_value(0), false, false));
+    if (is(f, "sort")) return list_value(sorted(t, items_of(t, v), a[2], truth(a[1]), false));
+    if (is(f, "min max")) v = list_value(sorted(t, items_of(t, v), a[2], f.s[1] == 'a', false));
+    if (is(f, "first last min max"))
         return member(t, list_value(items_of(t, v)), int_value(-(*f.s == 'l')));
     if (is(f, "map")) return chosen(t, f, v, a[4], a[1], (List){a + 2, !!a[2].kind + !!a[3].kind});
     if (is(f, "select reject")) return chosen(t, f, v, none, a[1], (List){a + 2, 1});
     if (is(f, "selectattr rejectattr")) return chosen(t, f, v, a[1], a[2], (List){a + 3, 1});
-    if (is(f, "get")) {
-        Value *found = entry(t, must_be(t, v, V_DICT).dict, a[1]);
-        return found ? *found : a[2];
-    }
+    if (is(f, "get")) v = member(t, must_be(t, v, V_DICT), a[1]);
+    if (is(f, "get")) return v.kind ? v : a[2];
     if (is(f, "unique")) {
         Value keys = list_value(l);
-        List all = items_of(t, v);
-        for (size_t i = 0; i < all.n; i++) {
-            Value key = key_of(t, all.v[i], a[2]);
-            if (!contains(t, keys, key)) push(t, &l, all.v[i]);
+        for (List all = items_of(t, v); all.n; all.n--, all.v++) {
+            Value key = key_of(t, *all.v, a[2], false);
+            if (!contains(t, keys, key)) push(t, &l, *all.v);
             push(t, &keys.list, key);
         }
         return (Value){.kind = V_GENERATOR, .list = l};
@@ -5628,8 +5692,10 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     if (is(f, "tojson")) {
         bool lines = a[2].kind != V_NONE;
         Str indent = repeat(t, str(" "), lines ? must_be(t, a[2], V_INT).i : 0);
-        if (truth(a[1])) stop(t, "tojson knows no ensure_ascii");
-        return string_value(written(t, NOTHING, v, true, str(lines ? "\n" : ""), indent));
+        if (truth(a[1]) || a[3].kind != V_NONE)
+            stop(t, "tojson knows no ensure_ascii and no separators");
+        return string_value(written(t, NOTHING, v, truth(a[4]) ? SORTED : JSON,
+                                    str(lines ? "\n" : ""), indent));
     }
     if (is(f, "int float")) {
         char *s = copy(t, strip(t, strip(t, to_text(t, v), none, LEFT), none, RIGHT)), *end;
@@ -5685,17 +5751,19 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     X(or, "and (`or` and)*") X(and, "not (`and` not)*") X(not, "`not` not | compare") \
     X(compare, "sum ((`==` | `!=` | `<=` | `>=` | `<` | `>` | `in` | `not` 'in') sum)?") \
     X(sum, "join ((`+` | `-`) join)*") X(join, "product (`~` product)*") \
-    X(product, "unary ((`**` | `*` | `//` | `/` | `%`) unary)*") \
+    X(product, "power ((`*` | `//` | `/` | `%`) power)*") X(power, "unary (`**` unary)*") \
     X(unary, "(sign | postfix) ('|' filter | test)*") \
     X(sign, "(`-` | `+`) (sign | postfix)") X(postfix, "atom (member | item | args)*") \
     X(atom, "string | number | list | dict | '(' tuple? ')' | name") \
     X(list, "'[' (value (',' value?)*)? ']'")   X(args, "'(' (arg (',' arg?)*)? ')'") \
     X(dict, "'{' (value ':' value (',' (value ':' value)?)*)? '}'") \
-    X(item, "'[' (value (':' bound)? | `:` (`:` '-' '1' | bound)) ']'") X(bound, "value?") \
-    X(member, "'.' (name args? | number)")      X(test, "'is' `not`? name postfix?") \
+    X(item, "'[' (value (':' bound (':' bound)?)? | `:` bound (':' bound)?) ']'") \
+    X(bound, "value?") X(member, "'.' (name args? | number)") \
+    X(test, "'is' `not`? (`in` | name) postfix?") \
     X(arg, "(`**` | `*`)? value ('=' value)?")  X(filter, "name args?") \
     X(block, "(text | print | '{%' (statement | wrong)?)*") X(print, "'{{' (tuple '}}' | wrong)") \
-    X(statement, "if | for | set | macro | call | pipe | raw | generation | break | continue") \
+    X(statement, "if | for | set | macro | call | with | pipe | raw | generation | break | " \
+                 "continue") \
     X(if, "'if' (value '%}' | wrong) block (elif | else)? 'endif' '%}'") X(cond, "'if' value") \
     X(elif, "'elif' (value '%}' | wrong) block (elif | else)?")     X(else, "'else' '%}' block") \
     X(for, "'for' (targets 'in' or cond? '%}' | wrong) block else? 'endfor' '%}'") \
@@ -5704,6 +5772,8 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     X(macro, "'macro' name (params '%}' | wrong) block 'endmacro' '%}'") \
     X(call, "'call' (params name args '%}' | wrong) block 'endcall' '%}'") \
     X(params, "('(' (param (',' param?)*)? ')')?")          X(param, "name ('=' value)?") \
+    X(with, "'with' (lets '%}' | wrong) block 'endwith' '%}'") \
+    X(lets, "(let (',' let)*)?")    X(let, "name '=' value") \
     X(pipe, "'filter' (filter '%}' | wrong) block 'endfilter' '%}'") \
     X(raw, "'raw' '%}' text? '{%' 'endraw' '%}'")           X(builtin, "name* params") \
     X(generation, "'generation' ('%}' | wrong) block 'endgeneration' '%}'") \
@@ -5791,8 +5861,8 @@ static bool read_wrong(Template *t, Value *v) {
     const char *place = t->p;
     Str name = tag_name(t->tag_end);
     *v = (Value){0};
-    if (t->p == name.s && is(name, "elif else endif endfor endset endmacro endcall endfilter "
-                                   "endgeneration endraw")) return false;
+    if (t->p == name.s && is(name, "elif else endif endfor endset endmacro endcall endwith "
+                                   "endfilter endgeneration endraw")) return false;
     while (!read_end(t, t->tag_end[1] == '{' ? '}' : '%'))
         if (!*t->p++) unexpected(t, place);
     t->stuck = t->raw = false;
@@ -5962,6 +6032,7 @@ static Value call(Template *t, Value f, Args a) {
             stop(t, "'%.*s' takes no argument '%.*s'", STR_ARG(m->name), STR_ARG(k->s));
     if (m->body) v = eval(t, m->body);
     else v = n ? builtin(t, m->name, given) : dict_value(own);
+    if (is(m->name, "namespace")) v.kind = V_NAMESPACE;
     t->scope = scope;
     return v;
 }
@@ -5996,23 +6067,23 @@ static Value suffixed(Template *t, Value v, const Node *n) {
     t->p = n->source;
     if (n->rule == R_args) return call(t, v, arguments(t, n));
     if (n->rule == R_test) {
-        Value x = name->next ? eval(t, name->next) : none;
-        return bool_value(passes(t, name->v.s, v, x) == (k == name));
+        const Node *test = str_eq(k->v.s, "not") ? k->next : k;
+        Value x = test->next ? eval(t, test->next) : none;
+        return bool_value(passes(t, test->v.s, v, x) == (test == k));
     }
     if (n->rule == R_item) {
         Value from = k->rule == R_word ? none : eval(t, k);
-        if (to) return slice(t, v, from, to->first ? eval(t, to->first) : none);
-        if (k->rule != R_word) return member(t, v, from);
-        List l = {0};
-        for (List all = items_of(t, v); all.n; all.n--) push(t, &l, all.v[all.n - 1]);
-        return v.kind == V_STRING ? string_value(join(t, NOTHING, l)) : list_value(l);
+        if (!to) return member(t, v, from);
+        const Node *by = to->next;
+        return slice(t, v, from, to->first ? eval(t, to->first) : none,
+                     by && by->first ? eval(t, by->first) : none);
     }
     if (n->rule != R_member) return apply(t, name->v.s, v, arguments(t, args));
     bool text = v.kind == V_STRING && is(k->v.s, OF_TEXTS);
     bool method = args && (text || (v.kind == V_DICT && is(k->v.s, OF_DICTS)));
     if (!method) v = member(t, v, k->v);
     if (!args) return v;
-    Str f = is(k->v.s, "format") ? str("braces") : k->v.s;   // the filter is another one
+    Str f = is(k->v.s, "format title") ? concat(t, str("_"), k->v.s) : k->v.s;   // no filters
     return method ? apply(t, f, v, arguments(t, args)) : call(t, v, arguments(t, args));
 }
 
@@ -6037,13 +6108,16 @@ static void assign(Template *t, const Node *targets, Value v) {
         if (i >= items.n) continue;
         if (name->rule == R_targets) assign(t, name, items.v[i]);
         else if (!key) set(t, t->scope, name->v, items.v[i]);
-        else set(t, must_be(t, look_up(t, name->v), V_DICT).dict, key->v, items.v[i]);
+        else set(t, must_be(t, look_up(t, name->v), V_NAMESPACE).dict, key->v, items.v[i]);
     }
     if (i != items.n) stop(t, "%zu values for %zu names", items.n, i);
 }
 
-static Value captured(Template *t, const Node *block) {   // its text; the block gets its own scope
+// the text of a block, which gets a scope of its own, with these names (NULL: none)
+static Value captured(Template *t, const Node *block, const Node *names) {
+    List pairs = arguments(t, names).named.pairs;
     t->scope = new_dict(t, t->scope);
+    t->scope->pairs = pairs;
     Value v = eval(t, block);
     t->scope = t->scope->outer;
     return v;
@@ -6063,23 +6137,23 @@ __attribute__((noinline)) static Value run_for(Template *t, const Node *n) {
         if (truth(eval(t, test->first))) push(t, &items, all.v[i]);
     }
     set(t, outer, word_value("loop"), (Value){.kind = V_LOOP, .dict = loop});
-    set(t, loop, word_value("length"), int_value(items.n));
     for (size_t i = 0; i < items.n && t->flow != R_break; i++) {
+        static const char *const names[] = {"index0", "index", "revindex0", "revindex", "length",
+                                            "first", "last", "previtem", "nextitem"};
+        size_t left = items.n - i - 1;
+        Value values[] = {int_value(i), int_value(i + 1), int_value(left), int_value(left + 1),
+                          int_value(items.n), bool_value(!i), bool_value(!left),
+                          i ? items.v[i - 1] : none, left ? items.v[i + 1] : none};
+        for (size_t k = 0; k < COUNT(names); k++) set(t, loop, word_value(names[k]), values[k]);
         t->flow = 0;
         t->scope = new_dict(t, outer);
-        set(t, loop, word_value("index0"), int_value(i));
-        set(t, loop, word_value("index"), int_value(i + 1));
-        set(t, loop, word_value("first"), bool_value(i == 0));
-        set(t, loop, word_value("last"), bool_value(i + 1 == items.n));
-        set(t, loop, word_value("previtem"), i ? items.v[i - 1] : none);
-        set(t, loop, word_value("nextitem"), i + 1 < items.n ? items.v[i + 1] : none);
         assign(t, targets, items.v[i]);
         text.s = concat(t, text.s, eval(t, body).s);
         done = done || !t->flow;
     }
     t->flow = 0;
     t->scope = scope;
-    if (!done && (n = child(n, R_else))) text.s = concat(t, text.s, captured(t, n).s);
+    if (!done && (n = child(n, R_else))) text.s = concat(t, text.s, captured(t, n, NULL).s);
     return text;
 }
 
@@ -6123,10 +6197,11 @@ static Value eval(Template *t, const Node *n) {
         break;
     case R_for: v = run_for(t, n); break;
     case R_set:
-        assign(t, first, first->next == block ? captured(t, block) : eval(t, first->next));
+        assign(t, first, first->next == block ? captured(t, block, NULL) : eval(t, first->next));
         break;
-    case R_generation: v = captured(t, block); break;
-    case R_pipe: v = suffixed(t, captured(t, block), first); break;
+    case R_with: v = captured(t, block, first); break;
+    case R_generation: v = captured(t, block, NULL); break;
+    case R_pipe: v = suffixed(t, captured(t, block, NULL), first); break;
     case R_call: {   // the macro gets the block as one of its own, `caller`
         Args a = arguments(t, first->next->next);
         set(t, &a.named, word_value("caller"), macro_value(t, str("caller"), first, block));
@@ -6193,18 +6268,31 @@ static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n
     return true;
 }
 
-void rendered_free(Rendered *r) {
+API void rendered_free(Rendered *r) {
     free(r->block);
     *r = (Rendered){0};
 }
+
+// Some converters wrote a template's name in place of it.
+static const char *const NAMED_TEMPLATES[][2] = {
+    {"chatml", "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+               "{% endfor %}<|im_start|>assistant\n\n"},
+    {"chatglm4", "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+                 "<|assistant|>\n\n"},
+};
 
 // Renders a conversation. bos and eos are the texts of these tokens, or ""; think is the value of
 // enable_thinking and thinking (-1: undefined). False: e says why, and out is empty. Some templates
 // print content only if it is a list of parts, {"type": "text", "text": ..}, and no file says so.
 // So two trials render "Hello" as a text and as a list, and look for its marked bytes.
-bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
-                     Str eos, int think, Rendered *out, Error *e) {
+API bool template_render(Str template, const ChatMessage *messages, size_t n_messages, Str bos,
+                         Str eos, int think, Rendered *out, Error *e) {
     static const ChatMessage said = {{"user", 4}, {"Hello", 5}};
+    for (size_t i = 0; i < COUNT(NAMED_TEMPLATES); i++)
+        if (str_eq(template, NAMED_TEMPLATES[i][0])) template = str(NAMED_TEMPLATES[i][1]);
+    if (!memchr(template.s, '{', template.n))
+        return fail(e, "the chat template '%.*s' is no program, nor the name of a known one; "
+                    "--template FILE reads one", (int)smaller(template.n, 40), template.s);
     bool shows[2] = {false, false};   // with a text, with parts
     size_t size = template.n;
     for (size_t i = 0; i < n_messages; i++)
@@ -6514,17 +6602,22 @@ static void pool_close(Pool *p) {
 }
 
 static Pool *pool_open(int threads) {
+    static const int faults[] = {SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGTRAP, SIGSYS};
     Pool *p = calloc(1, sizeof *p + (threads - 1) * sizeof *p->thread);
     if (!p) return NULL;
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->wake, NULL);
+    sigset_t host, blocked;   // signals are for the host's threads, except a thread's own faults
+    sigfillset(&blocked);
+    for (size_t i = 0; i < COUNT(faults); i++) sigdelset(&blocked, faults[i]);
+    pthread_sigmask(SIG_SETMASK, &blocked, &host);   // threads inherit it
     p->amx = amx_allow();   // before there are threads, which inherit the permission
-    for (p->threads = 1; p->threads < threads; p->threads++) {
-        if (pthread_create(&p->thread[p->threads - 1], NULL, pool_thread, p) == 0) continue;
-        pool_close(p);
-        return NULL;
-    }
-    return p;
+    for (p->threads = 1; p->threads < threads; p->threads++)
+        if (pthread_create(&p->thread[p->threads - 1], NULL, pool_thread, p)) break;
+    pthread_sigmask(SIG_SETMASK, &host, NULL);
+    if (p->threads == threads) return p;
+    pool_close(p);
+    return NULL;
 }
 
 static void parallel(Pool *p, TaskFn *fn, void *ctx, int n) {
@@ -8502,6 +8595,13 @@ typedef struct {
     bool cut, done;                  // the terminal has cut a line; nothing more is to be read
 } Line;
 
+// a file that is written: whole, before it replaces an old one
+typedef struct {
+    FILE *f;
+    char *old;                       // the regular file that is there, or NULL
+    char part[PATH_MAX + 16];        // what is removed if anything fails: f's name, or ""
+} Output;
+
 // all of one call of the program
 typedef struct {
     // What was asked for: main sets defaults, parse_options the rest; the model may change `o`.
@@ -8518,10 +8618,12 @@ typedef struct {
     Error e;
     Model m;
     Text template, text;             // the model's or --template's; PROMPT and what the file holds
+    size_t file_at;                  // where the latter begins
     Tokens ids;                      // of the prompt, from --tokens, or what --bench runs
     Session s;
     void *work;                      // of one mode: a piece of text, an embedding, ...
-    FILE *out;                       // of --logits
+    size_t slices;                   // of `work`, which --bench reads
+    Output out;                      // of --logits
     // One answer: chat_ids and reply begin it, print_token adds to it.
     Detokenizer detokenizer;
     Text answer;                     // in a chat
@@ -8606,7 +8708,7 @@ static const Option OPTIONS[] = {
     {"-m MODEL", TEXT, AT(model), 0, 0, "the model, and -p PROMPT the prompt, not as arguments"},
     {"-p PROMPT", TEXT, AT(prompt), 0, 0, NULL},
     {"-f FILE", TEXT, AT(file), 0, 0, "prompt from a file, - for stdin; behind PROMPT, if given"},
-    {"-i", SWITCH, AT(chat), 0, 0, "chat, turn after turn; -f FILE goes on with it"},
+    {"-i", SWITCH, AT(chat), 0, 0, "chat, turn after turn; -f FILE goes on with a saved one"},
     {"--chat", SWITCH, AT(answer_once), 0, 0, "PROMPT through the template, one answer"},
     {"--system TEXT", TEXT, AT(system), 0, 0, "the system message of a chat; @FILE reads it"},
     {"--think on|off", TEXT, AT(think), 0, 0, "thoughts or none, where the template has a switch"},
@@ -8659,10 +8761,13 @@ static void print_usage(void) {
     putchar('\n');
 }
 
-// Stores a value: a text, a number, or numbers with commas. False: it is none, or out of range.
+// Stores a value: a text, a number, or numbers with commas; in a LIST blanks part them, too, as
+// --tokenize prints them. False: it is none, or out of range.
 static bool parse_value(Cli *cli, const Option *o, const char *text) {
     void *at = (char *)cli + o->at;
     Tokens *list = o->kind >= LIST ? at : NULL;
+    const char *blanks = list ? " \t\r\n" : "";
+    bool comma;
     char *end;
     cli->given |= (uint64_t)1 << (o - OPTIONS);
     if (o->kind == SWITCH) *(bool *)at = true;
@@ -8680,21 +8785,42 @@ static bool parse_value(Cli *cli, const Option *o, const char *text) {
         if (o->kind == INTEGER) *(int *)at = x;
         if (o->kind == SEED) *(uint64_t *)at = integer;
         if (list && !tokens_add(list, x)) return fail(&cli->e, "out of memory");
-        text = end + 1;
-    } while (list && *end == ',');
-    return !*end && (o->kind != PAIR || list->n == 2);
+        text = end + strspn(end, blanks);
+        comma = list && *text == ',';
+        if (comma) text += 1 + strspn(text + 1, blanks);
+    } while (comma || (o->kind == LIST && text > end && *text));
+    return !*text && (o->kind != PAIR || list->n == 2);
+}
+
+// the row of an option, also by the name that it has elsewhere, or with = behind its name; or NULL
+static const Option *find_option(const char *name) {
+    static const char *const names[] = {   // first ours
+        "--gpu -ngl --n-gpu-layers --gpu-layers", "-m --model", "-p --prompt", "-c --ctx-size",
+        "-n --n-predict --predict --max-tokens", "-b --batch-size --ubatch-size", "-f --file",
+        "-t --threads", "--temp --temperature", "-i -cnv --conversation --interactive",
+        "--seed -s", "-v --verbose", "--system -sys --system-prompt", "--ppl --perplexity"};
+    Str given = {name, strcspn(name, "=")};
+    for (size_t i = 0; i < COUNT(names); i++)
+        if (is(given, names[i])) given = (Str){names[i], strcspn(names[i], " ")};
+    for (const Option *o = OPTIONS; o < OPTIONS + COUNT(OPTIONS); o++)
+        if (is(given, o->usage)) return o;
+    return NULL;
 }
 
 // Stores the option argv[*i]. If it takes a value, *i becomes that one's place.
 static bool read_option(Cli *cli, char **argv, int *i) {
     static const char *const what[] = {
         [NUMBER] = "a number", [INTEGER] = "a whole number", [SEED] = "a whole number",
-        [LIST] = "whole numbers and commas", [PAIR] = "two whole numbers and a comma"};
+        [LIST] = "whole numbers and commas or blanks", [PAIR] = "two whole numbers and a comma"};
     const char *name = argv[*i], *value = argv[*i + 1];
-    const Option *o = OPTIONS, *end = OPTIONS + COUNT(OPTIONS);
-    size_t n = strlen(name);
-    while (o < end && (strncmp(name, o->usage, n) || (o->usage[n] && o->usage[n] != ' '))) o++;
-    if (o == end) return fail(&cli->e, "unknown option %s; see --help", name);
+    const Option *o = find_option(name);
+    if (!o) return fail(&cli->e, "unknown option %s; see --help, and put -- before a PROMPT that "
+                        "begins with -", name);
+    if (!str_eq((Str){o->usage, strcspn(o->usage, " ")}, name))
+        return fail(&cli->e, "unknown option %s: use %s, %s", name, o->usage,
+                    o->help ? o->help : "see --help");
+    if (cli->given >> (o - OPTIONS) & 1 && is(str(name), "-p -f --tokens --ppl"))
+        return fail(&cli->e, "two prompts: %s is given twice", name);
     bool pair = value && (strchr(value, ',') || !value[strspn(value, "0123456789")]);
     if (o->kind == PAIR && !pair) value = "512,128";   // what comes next is something else
     else if (o->kind != SWITCH) ++*i;
@@ -8702,8 +8828,8 @@ static bool read_option(Cli *cli, char **argv, int *i) {
     if (parse_value(cli, o, value)) return true;
     cli->failure = cli->e.text[0] ? 1 : 2;   // 1: out of memory
     return cli->failure == 2 &&
-           fail(&cli->e, "%s: expected %s from %.10g to %.10g, not '%s'", o->usage, what[o->kind],
-                o->low, o->high, value);
+           fail(&cli->e, "%s: expected %s from %.10g to %.10g, not '%s': %s", o->usage,
+                what[o->kind], o->low, o->high, value, o->help);
 }
 
 static bool uses_template(const Cli *cli) { return cli->chat || cli->answer_once || cli->render; }
@@ -8800,6 +8926,81 @@ static bool read_file(Cli *cli, const char *path, Text *t) {
     return ok;
 }
 
+// Is a file a model, or does this call read it? A chat that -f began may be saved there.
+static bool is_input(const Cli *cli, const char *path, const struct stat *st) {
+    const char *system = cli->system && *cli->system == '@' ? cli->system + 1 : NULL;
+    const char *in[] = {"/dev/stdin", system, cli->template_file, cli->chat ? NULL : cli->file};
+    char magic[4] = "";
+    struct stat input;
+    FILE *f = fopen(path, "rb");
+    bool found = f && fread(magic, 4, 1, f) && !memcmp(magic, "GGUF", 4);
+    if (f) fclose(f);
+    for (size_t i = 0; i < COUNT(in); i++)
+        if (in[i] && !stat(in[i], &input) && input.st_dev == st->st_dev)
+            found = found || input.st_ino == st->st_ino;
+    return found;
+}
+
+// Opens a file beside the old one that it will replace. If that would change the old one's owner,
+// or part it from other names that it has, the new one has no name, and will be copied.
+static FILE *open_beside(Output *out, const struct stat *old) {
+    int folder = strrchr(out->old, '/') - out->old;
+    snprintf(out->part, sizeof out->part, "%.*s/.llm.%d", folder, out->old, (int)getpid());
+    FILE *f = fopen(out->part, "wbx+");
+    if (f && old->st_nlink == 1 && !fchown(fileno(f), old->st_uid, old->st_gid) &&
+        !fchmod(fileno(f), old->st_mode)) return f;
+    if (f) remove(out->part);
+    out->part[0] = 0;
+    return f ? f : tmpfile();
+}
+
+// Opens what is to be written to a path. An old file stays as it is until output_close.
+static bool output_open(Cli *cli, Output *out, const char *path) {
+    struct stat st;
+    *out = (Output){.f = stdout};
+    if (!strcmp(path, "-")) return true;
+    out->f = fopen(path, "wbx");
+    if (out->f) return snprintf(out->part, sizeof out->part, "%s", path) > 0;
+    out->old = realpath(path, NULL);
+    bool regular = out->old && !stat(out->old, &st) && S_ISREG(st.st_mode), ok = true;
+    if (regular && is_input(cli, out->old, &st))
+        ok = fail(&cli->e, "%s: this is a model, or is read now: it is not overwritten", path);
+    else if (!regular) out->f = fopen(path, "wb");   // a device, or a link to where nothing is
+    else if (!access(out->old, W_OK)) out->f = open_beside(out, &st);
+    if (ok && !out->f) ok = fail(&cli->e, "%s: %s", path, strerror(errno));
+    if (ok && regular) return true;
+    free(out->old);
+    out->old = NULL;
+    return ok;
+}
+
+// Writes all of a file over another one, which stays the same file.
+static bool copy_over(FILE *from, const char *path) {
+    char part[1 << 16];
+    size_t n;
+    FILE *to = fopen(path, "wb");
+    rewind(from);
+    while (to && !ferror(to) && (n = fread(part, 1, sizeof part, from)) > 0) fwrite(part, 1, n, to);
+    bool ok = to && !ferror(from) && !ferror(to);
+    return to && !fclose(to) && ok;
+}
+
+// Puts what was written into its place; if it is not ok or cannot be written, the old file stays,
+// and of a new one nothing.
+static bool output_close(Cli *cli, Output *out, const char *path, bool ok) {
+    FILE *f = out->f;
+    if (f == stdout) return ok;   // main looks for errors
+    bool done = ok && !fflush(f) && !ferror(f) && (!out->old || !fsync(fileno(f)));
+    bool moved = done && out->old && *out->part && !rename(out->part, out->old);
+    if (done && out->old && !moved) done = copy_over(f, out->old);
+    if (ok && !done) fail(&cli->e, "%s: %s", path, strerror(errno));
+    if (fclose(f) && done) done = fail(&cli->e, "%s: %s", path, strerror(errno));
+    if (*out->part && !moved && (out->old || !done)) remove(out->part);
+    else if (!done && !out->old) (void)!truncate(path, 0);
+    free(out->old);
+    return done;
+}
+
 // Text that a user gives must be UTF-8; the library itself takes any bytes.
 static bool check_utf8(Cli *cli, const Text *t) {
     for (size_t i = 0, used; i < t->n; i += used) {
@@ -8859,57 +9060,53 @@ static bool names_role(Str line) {
 
 // Makes messages of the given text. A file is a conversation if its first line is @system, @user or
 // @assistant: each such line begins a message. A backslash stands before one that is text. Lines
-// end as the first one does, with \n or \r\n. All other text is one message of the user.
+// end as the first one does, with \n or \r\n. PROMPT is what the user says next. All other text is
+// one message of the user, but text before a conversation would be a second prompt.
 static bool chat_read(Cli *cli) {
-    Str rest = {cli->text.s, cli->text.n}, role = NOTHING;
+    Str rest = {cli->text.s + cli->file_at, cli->text.n - cli->file_at}, role = NOTHING;
+    const char *start = rest.s;
     Text t = {0};
-    bool ok = true, crlf = false;
+    bool ok = true, crlf = false, plain = !cli->file;
     while (ok && rest.s) {
         Str line = cut_line(&rest);
         bool cr = line.n && line.s[line.n - 1] == '\r';
-        if (!role.n) crlf = cr;   // the first line
-        if (!role.n && !cr && rest.s && cli->text.s[cli->text.n] == '\r') rest.n++;
+        if (line.s == start) crlf = cr;
+        if (line.s == start && !cr && rest.s && cli->text.s[cli->text.n] == '\r') rest.n++;
         if (cr && crlf) line.n--;
         bool named = names_role(line), begins = named && *line.s == '@';
-        if (!role.n && !(begins && cli->file && !cli->prompt))
-            return chat_add(cli, str("user"), &cli->text);
+        if (line.s == start && !begins) plain = true;
+        if (plain && begins && cli->file) {
+            cli->failure = 2;
+            ok = fail(&cli->e, "two prompts: a conversation begins with its first line, not with "
+                      "text before %.*s", STR_ARG(line));
+        }
+        if (plain) continue;
         if (named) line = str_from(line, 1);   // less its @, or its backslash
         if (begins && role.n) ok = chat_add(cli, role, &t);
         if (begins) role = line;
         else ok = (!t.s || text_add(cli, &t, "\n", 1)) && text_add(cli, &t, line.s, line.n);
     }
-    ok = ok && chat_add(cli, role, &t);
+    ok = ok && (plain ? chat_add(cli, str("user"), &cli->text) : chat_add(cli, role, &t));
+    if (ok && !plain && cli->prompt)
+        ok = text_add(cli, &t, cli->prompt, strlen(cli->prompt)) && chat_add(cli, str("user"), &t);
     free(t.s);
     return ok;
 }
 
-// Writes the conversation as chat_read reads it, beside a file that is there, then in its place.
+// Writes the conversation as chat_read reads it.
 static bool chat_save(Cli *cli, const char *path) {
-    struct stat st;
-    char part[PATH_MAX + 16], *old = strcmp(path, "-") ? realpath(path, NULL) : NULL;
-    bool beside = old && !access(old, W_OK) && !stat(old, &st) && S_ISREG(st.st_mode);
-    if (beside) snprintf(part, sizeof part, "%s.%d", old, (int)getpid());
-    const char *name = beside ? part : path;
-    FILE *f = strcmp(path, "-") ? fopen(name, "wx") : stdout;
-    FILE *made = f == stdout ? NULL : f;
-    if (!f && !beside) f = fopen(path, "w");   // a device, or a link to where nothing is
-    if (f && beside) fchmod(fileno(f), st.st_mode);
-    for (const ChatMessage *m = cli->message; f && m < cli->message + cli->n_message; m++) {
-        fprintf(f, "@%.*s\n", STR_ARG(m->role));
+    Output out;
+    if (!output_open(cli, &out, path)) return false;
+    for (const ChatMessage *m = cli->message; m < cli->message + cli->n_message; m++) {
+        fprintf(out.f, "@%.*s\n", STR_ARG(m->role));
         for (Str rest = m->content; rest.s;) {
             Str line = cut_line(&rest);
-            if (names_role(line)) putc('\\', f);
-            fwrite(line.s, 1, line.n, f);
-            putc('\n', f);
+            if (names_role(line)) putc('\\', out.f);
+            fwrite(line.s, 1, line.n, out.f);
+            putc('\n', out.f);
         }
     }
-    bool ok = f && !fflush(f) && !ferror(f);
-    if (f && f != stdout) ok = !fclose(f) && ok;
-    ok = ok && (!beside || !rename(part, old));
-    if (!ok) fail(&cli->e, "%s: %s", path, strerror(errno));
-    if (!ok && made) remove(name);
-    free(old);
-    return ok;
+    return output_close(cli, &out, path, true);
 }
 
 static bool chat_render(Cli *cli, const ChatMessage *m, size_t n, int think, Rendered *r) {
@@ -8945,6 +9142,8 @@ static bool chat_ids(Cli *cli) {
     Rendered r;
     if (n && str_eq(cli->message[n - 1].role, "assistant")) begun = cli->message[--n].content;
     if (!chat_render(cli, cli->message, n, think, &r)) return false;
+    if (n && cli->message[n - 1].content.n && !memchr(r.mark, FOREIGN, r.n))
+        note("the chat template prints nothing of what was said");
     if (cli->render) fwrite(r.text, 1, r.n, stdout);
     ids->n = cli->answer.n = 0;
     bool ok = cli->render || tokenize(t, r.text, r.n, r.mark, flags, ids, &cli->e);
@@ -9148,6 +9347,7 @@ static bool load_prompt(Cli *cli) {
     if (prompt && !text_add(cli, text, prompt, strlen(prompt))) return false;
     bool joins = file && text->n && !text_ends(text, "\n");
     if (joins && !text_add(cli, text, "\n", 1)) return false;
+    cli->file_at = text->n;
     if (file && !read_file(cli, file, text)) return false;
     if (!check_utf8(cli, text)) return false;
     if (uses_template(cli)) return chat_open(cli);
@@ -9266,7 +9466,8 @@ static bool reply(Cli *cli) {
     cli->began = 0;
     fflush(stdout);
     bool ok = session_generate(&cli->s, cli->ids.id, cli->ids.n, cli->n_predict,
-                               (OnToken){print_token, cli}, &cli->e);
+                               (OnToken){print_token, cli}, &cli->e) &&
+              !cli->e.text[0];   // print_token may have run out of memory
     double end = now();
     if (!cli->began) cli->began = end;
     else if (cli->s.history.n > cli->ids.n) cli->n_decoded += cli->s.history.n - cli->ids.n;
@@ -9280,14 +9481,25 @@ static bool reply(Cli *cli) {
     return ok;
 }
 
+// most megabytes of memory at once; on Linux getrusage counts what ran here before exec, too
+static double peak_mb(void) {
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    double mb = usage.ru_maxrss / (double)RSS_PER_MB, kb;
+    char line[256];
+    FILE *f = fopen("/proc/self/status", "r");
+    while (f && fgets(line, sizeof line, f))
+        if (sscanf(line, "VmHWM: %lf", &kb) == 1) mb = kb / RSS_PER_MB;
+    if (f) fclose(f);
+    return mb;
+}
+
 // Speeds of all prompts and answers so far. What was reused was not evaluated.
 static void print_statistics(const Cli *cli) {
     const Session *s = &cli->s;
-    struct rusage usage;
     size_t n = cli->n_prompts - cli->n_reused;
     double seconds = cli->decode > 0 ? cli->decode : INFINITY;   // a clock may be coarse
     if (!cli->prefill) return;
-    getrusage(RUSAGE_SELF, &usage);
     fprintf(stderr, "prefill %zu tokens %.1f tok/s, ", n, n / cli->prefill);
     if (cli->chat || cli->n_reused)
         fprintf(stderr, "reused %zu of %zu tokens, ", cli->n_reused, cli->n_prompts);
@@ -9295,7 +9507,7 @@ static void print_statistics(const Cli *cli) {
     if (cli->n_passes)   // the first token came from the prompt's pass
         fprintf(stderr, " %.1f tok/s %.1f GB/s", cli->n_decoded / seconds,
                 cli->n_passes / seconds * token_bytes(s, (int)s->history.n) * 1e-9);
-    fprintf(stderr, ", peak %.0f MB, seed %llu, %s", usage.ru_maxrss / (double)RSS_PER_MB,
+    fprintf(stderr, ", peak %.0f MB, seed %llu, %s", peak_mb(),
             (unsigned long long)cli->o.sampling.seed, s->gpu ? GPU_NAME : "cpu");
     int layers = gpu_layers(s), all = s->m->config.n_layer;
     fprintf(stderr, layers && layers < all ? " %d/%d\n" : "\n", layers, all);
@@ -9335,7 +9547,7 @@ static void print_unread(const Model *m) {
 static void print_notes(const Cli *cli) {
     const Session *s = &cli->s;
     const Config *c = &cli->m.config;
-    int n = cli->ids.n, window = s->o.window;
+    int window = s->o.window;
     if (*cli->m.tokenizer->note) note("%s", cli->m.tokenizer->note);
     if (!s->m) return;   // the model did not run
     print_unread(&cli->m);
@@ -9350,21 +9562,19 @@ static void print_notes(const Cli *cli) {
     else if (cli->o.window > c->n_ctx)
         note("%s %d is larger than the model's context of %d",
              c->causal ? "-c" : "the text's length", window, c->n_ctx);
-    if (n > window && c->hd && !cli->ppl && !cli->bench.id && !cli->chat)
-        note("the first %d tokens of the prompt are out of sight; -c %d keeps them", n - window, n);
     print_statistics(cli);
 }
 
 // Answers the last message, or drops it. One Ctrl-C ends the answer, a second one the chat.
 static bool chat_answer(Cli *cli) {
     Text *a = &cli->answer;
-    const Session *s = &cli->s;
-    bool ok = chat_ids(cli) && (reply(cli) || interrupted == STOP);
-    bool outgrown = cli->m.config.hd && !s->o.keep && s->history.n > (size_t)s->o.window;
+    bool ok = chat_ids(cli), forgets = cli->m.config.hd && !cli->s.o.keep;
+    bool outgrown = forgets && cli->ids.n > (size_t)cli->s.o.window;
     if (outgrown && !cli->outgrown)
-        note("the chat's beginning, a system message first, goes out of sight now; --keep N pins "
-             "the first N tokens");
+        note("the chat's beginning, a system message first, is out of sight now; --keep N pins the "
+             "first N tokens");
     cli->outgrown = outgrown;
+    ok = ok && (reply(cli) || interrupted == STOP);
     if (interrupted == STOP) interrupted = cli->e.text[0] = 0;
     if (a->n && strstr(a->s, "<|channel|>")) a->n = 0;   // gpt-oss has only thought
     ok = ok && chat_add(cli, str("assistant"), a);
@@ -9409,22 +9619,15 @@ static bool write_row(void *ctx, int i, const float *logits) {
     Cli *cli = ctx;
     size_t n = cli->m.config.n_vocab;
     (void)i;
-    return fwrite(logits, sizeof *logits, n, cli->out) == n;
+    return fwrite(logits, sizeof *logits, n, cli->out.f) == n;
 }
 
-// Writes the logits of every token to a file. If that fails, no part of it is left behind.
+// Writes the logits of every token to a file.
 static bool run_logits(Cli *cli) {
-    cli->out = strcmp(cli->logits, "-") ? fopen(cli->logits, "wbx") : stdout;
-    bool made = cli->out;   // or else something is there, such as a link
-    if (!made) cli->out = fopen(cli->logits, "wb");
-    if (!cli->out) return fail(&cli->e, "%s: %s", cli->logits, strerror(errno));
+    if (!output_open(cli, &cli->out, cli->logits)) return false;
     Request all = {cli->ids.id, cli->ids.n, .fn = write_row, .ctx = cli};
-    bool ok = session_run(&cli->s, all, &cli->e), failed = ferror(cli->out);
-    if (cli->out == stdout) return ok || failed;   // main says so
-    if (fclose(cli->out) || failed) ok = fail(&cli->e, "%s: %s", cli->logits, strerror(errno));
-    if (!ok && made) remove(cli->logits);
-    else if (!ok) (void)!truncate(cli->logits, 0);
-    return ok;
+    bool ok = session_run(&cli->s, all, &cli->e) || ferror(cli->out.f);
+    return output_close(cli, &cli->out, cli->logits, ok);
 }
 
 typedef struct { const int32_t *ids; int n_vocab, count; double nll, squares; } Score;
@@ -9512,10 +9715,13 @@ static void read_slice(Task t) {
 
 // bytes a second that all threads read of cli->work, or that the GPU copies
 static double read_rate(Cli *cli) {
-    double gpu = gpu_rate(&cli->s, cli->work, (size_t)SLICES * SLICE), start = now();
-    if (gpu > 0) return gpu;
-    parallel(cli->s.pool, read_slice, cli->work, SLICES);
-    return (double)SLICES * SLICE / (now() - start);
+    for (size_t n = cli->slices * SLICE; n >= SLICE; n /= 2) {   // a GPU may have less room
+        double gpu = gpu_rate(&cli->s, cli->work, n);
+        if (gpu > 0) return gpu;
+    }
+    double start = now();
+    parallel(cli->s.pool, read_slice, cli->work, cli->slices);
+    return (double)cli->slices * SLICE / (now() - start);
 }
 
 // Measures random ids: a prompt, then RUNS parts of tokens, and between these how fast memory is.
@@ -9560,7 +9766,7 @@ static void print_str(Str s, size_t most) {
 }
 
 static void print_meta(const Meta *m) {
-    Cursor c = {m->v, m->end, false};
+    Reader c = {m->v, m->end, false};
     int digits = m->elem == GGUF_F32 || m->elem == GGUF_F64 ? 9 : 20;
     print_str(m->key, 100);
     printf(m->type == GGUF_ARR ? " = [%llu]" : " =", (unsigned long long)m->n);
@@ -9600,8 +9806,8 @@ static void print_file(const Cli *cli) {
     fflush(stdout);
 }
 
-// what Config says, the kinds of layers, the memory plan, the speed that memory allows
-static bool print_info(Cli *cli) {
+// what Config says, the kinds of layers, the memory plan
+static bool print_info(const Cli *cli) {
     static const char *const norm[] = {"RMSNorm", "LayerNorm", "bare LayerNorm"};
     static const char *const act[] = {"SiLU", "GELU", "ReLU squared", "clamped SwiGLU",
                                        "ReLU", "xIELU"};
@@ -9635,7 +9841,7 @@ static bool print_info(Cli *cli) {
     if (c->n_loops > 1)
         printf("; the file has %d, which run %d times", c->n_layer / c->n_loops, c->n_loops);
     putchar('\n');
-    double weights = 0, nextn = 0, moved = token_bytes(s, 0), rate = 0;
+    double weights = 0, nextn = 0;
     for (const Tensor *t = m->gguf->tensors; t < m->gguf->tensors + m->gguf->n_tensors; t++) {
         Str rest = t->name;
         weights += tensor_bytes(t);
@@ -9649,11 +9855,7 @@ static bool print_info(Cli *cli) {
     if (s->gpu)
         printf("on the GPU: %d of %d layers, %.1f MB, chunks of %d\n", gpu_layers(s), c->n_layer,
                gpu_bytes(s) / 1048576, s->o.chunk);
-    for (int i = 0; i < RUNS; i++) rate = fmax(rate, read_rate(cli));
-    printf("speed: a token reads %.1f MB; ", moved / 1048576);
-    if (s->gpu) printf("the GPU copies");
-    else printf("%d threads read", s->o.threads);
-    printf(" %.1f GB/s here, so at most %.1f tok/s\n", rate * 1e-9, rate / moved);
+    printf("a token reads %.1f MB of these\n", token_bytes(s, 0) / 1048576);
     return true;
 }
 
@@ -9688,10 +9890,12 @@ static bool start_session(Cli *cli) {
     cli->s.ctx = cli;
     size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows;   // of pool_row
     size_t room = larger(wide * 2 * sizeof(double), m->tokenizer->detokenize_max);
-    if (cli->bench.id || cli->info) room = (size_t)SLICES * SLICE;
+    if (cli->bench.id) room = (size_t)SLICES * SLICE;
     room = (room + 16383) / 16384 * 16384;
-    cli->work = aligned_alloc(16384, room);   // whole pages, for a GPU to share
+    do cli->work = aligned_alloc(16384, room);   // whole pages, for a GPU to share
+    while (!cli->work && cli->bench.id && (room /= 2) >= SLICE);
     if (!cli->work) return fail(&cli->e, "out of memory");
+    cli->slices = room / SLICE;
     memset(cli->work, 0, room);
     return true;
 }
@@ -9731,6 +9935,9 @@ static bool run(Cli *cli) {
     if (embeds && !cli->embed && !cli->info)
         return fail(&cli->e, "%s: %s is for embeddings; use --embed", cli->model, m->config.name);
     if (!start_session(cli)) return false;
+    int n = cli->ids.n, window = cli->s.o.window;
+    if (n > window && m->config.hd && !cli->ppl)
+        note("the first %d tokens of the prompt are out of sight; -c %d keeps them", n - window, n);
     if (cli->info) return print_info(cli);
     if (cli->ppl) return run_ppl(cli);
     if (cli->bench.id) return run_bench(cli);
@@ -9760,6 +9967,9 @@ int main(int argc, char **argv) {
     const char *term = getenv("TERM"), *plain = getenv("NO_COLOR");
     cli.dumb = term && !strcmp(term, "dumb");
     cli.dims = isatty(STDOUT_FILENO) && !cli.dumb && !(plain && *plain);
+    int flags[3];   // of the standard files, which shall wait: else a slow reader would lose text
+    for (int i = 0; i < 3; i++) flags[i] = fcntl(i, F_GETFL);
+    for (int i = 0; i < 3; i++) fcntl(i, F_SETFL, flags[i] & ~O_NONBLOCK);
     bool ok = parse_options(&cli, argc, argv) && run(&cli);
     if (ok && (fflush(stdout) || ferror(stdout)))
         ok = fail(&cli.e, "standard output: %s", strerror(errno));
@@ -9772,6 +9982,7 @@ int main(int argc, char **argv) {
     void *owned[] = {cli.message, cli.said.s, cli.last.s, cli.answer.s, cli.template.s, cli.text.s,
                      cli.ids.id, cli.bench.id, cli.work};
     for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
+    for (int i = 0; i < 3; i++) fcntl(i, F_SETFL, flags[i]);
     if (interrupted) return 130;
     return ok ? 0 : cli.failure;
 }
@@ -9783,10 +9994,12 @@ int main(int argc, char **argv) {
 // UTF-8, and what the tokenizers need of the Unicode standard, version 15.1: three tables of ranges
 // of characters, each range with a value, made from the standard's UnicodeData.txt.
 //   - CLASSES: s for the categories Z*, U+0009 to U+000D and U+0085; for others the first letter of
-//     the category. But letters of ASCII are u (Lu) or l, and of the other letters those of Lu, Ll
-//     or Lt are c in the blocks that deepseek-llm's list of letters with case knows: 0080-0556,
+//     the category, D for Nd; and W if that is Nl or Pc, or the character alphabetic, but no letter
+//     and no mark. Letters are L, and x (Lm, Lo), U (Lu, Lt) or v (Ll), of which the table has x,
+//     and U where LOWER does not tell U from v. Letters of ASCII are u or l, too, and the others of
+//     U and v are c in the blocks that deepseek-llm's list of letters with case knows: 0080-0556,
 //     10A0-10C5, 13A0-13FD, 1C90-2CFF, A640-A78E, AB70-FF5A, 10400-104FB, 10C80-10CF2, 118A0-118DF
-//     and 1E900-1E943; the rest are x.
+//     and 1E900-1E943.
 //   - LOWER: the lower case (field 14, from 1) minus the character. If that is 1, both characters
 //     of the pair have the value 0 where the upper case is even, else -1.
 //   - BASE: the first character of the decomposition (field 6), if that has no <tag>, and of the
@@ -9805,49 +10018,52 @@ int main(int argc, char **argv) {
 // 64: 65 characters lie before 'A'. ; is 24: the range has 26, to 'Z'. Then & is 3: 32 again; `K is
 // 100: 101 characters lie between 'Z' and U+00C0; 8 is 21: the range has 23, to U+00D6.
 
-static const char *const UNICODE_CLASSES[] = {   // the index into "ulcxNMPSsC" below
-    "`0*(&,3'0$+('+(%0+4#,$(#P;T$+'+P;K+'+4'',;'/,&',#?;+30%8#;GD#+7';0$3@8KH@KHb0+(%,%(b=+(<,3D%",
-    ">jT-D/@&D(?C?D20`U8%+CH#-$($C?N&#GC@$%#&#5&#`8KHa4K0(8aO&#G-$<'8J<#.$$2#N+'+(#+(#+'2*<&&%<#",
-    "`2xF'0$(#+(#,#0,+;8$8L46(+4%8#30`H;74(C/0'0#4#30%0#,+($D#?</=#O30?4<2$`>4,/.0+(B4*0#C($75$4#",
-    ">`a*74%/4*/4$/4&.$0:#:4$-$:#,&'9C@'V##B()0K49C@B0W4$/43/4(0+4#,#0+3814$2#)&$#&$7&#(%#&%%5$/4(",
-    "N`hM#&$$/5*2&#&#$4#*$+(#D#8'<#?;'&$$2#'&&#&$7&#(&##&##&##5$&#&&&#&$$%%2)%%#.)+,#0$3+*,$2#*&#$",
-    ">`l)7&#(&##&#&5$/4)&#$&#$1$&1#4#*$+3+A)4'&#$2#)&$#&$7&#(&##&#&5$/4(&$#&$$&)$2&#&#$4#*$+;?,'-,",
-    "=`p)&#'&%$&#%&%#%#&##&%#&%$&%-6&&&%$&#%1$5(*0.<)2'&0)&#$&#8&#15$/4(&#$&#%&)#2#$%$&$#4#*$+5)0(",
-    "]`t5?4$+8)&#$&#8&#+&#&5$/4(&#$&#%&)#2(#&##4#*$+*##3&.%0*&#$&#J4#/4(&#$&#%/CB&$3((($4#*$4;@'",
-    "N`xG$2#3&%9&#*%#&$(5%&&'%#&#)*(+.$#+:.Q30#4(5&@(4)+0+4#:G#%#&#&&#9%#&#+30#4*/&$&%#6#(*#+*$%%B",
-    "^a_#$(0+',$0#4'85;/3/3/,%(#0)&#E6&5+(#0&4,&#E6#)/4'&##(&,%(#:GL45/,+4'8'4%0%4$/4$0#4(0$4%0.4-",
-    "=aeH3(+,%4#HG-#%'&$L;8dB&#%&$(%#&#%&$J&#%&$B&#%&$(%#&#%&$0&#Z&#%&$`(6$$,*05*%1D+J(`;&$'E$8i5C",
-    "Ua~L82KH;<#:%`0<$0$()&)34%2+44$,#:+34#2..&#$6##2.U4A,$7<$+?3*$+&(+6(,($C?(+*(`>&)&4#0C3/&'`+",
-    ">biJ@6#-&&-5&*%#0+(?&$&&-M&&;.(,>%C@84&.$#8V4+&#>%$(+&(+6((7<'*$@&S&0P420).%+4(,+0*4*(#*#$0?",
-    "NbtW.0#,+(M4/.*%8E45.%&0+*%$,+(E<#8**)L&$$D)**$+(60%30'30#4$/*'M,`$(.+(C,F4`%8cG&$'&$G&$'&$)",
-    "5cdO%#%#&#@&$V&#(KGL$H$&#(L$H%&$'N#$H.L$J$$&#(L#.#,,&894#,&'05+(.+(-3,&&#+G'.$'<$(#7,+<$(#:#.",
-    "^cj.B21B61#GL%GL#H+KGL$H&L'GKGKGKH%KH',%'L#H%L&H&L%GK8T0#4&<#&&e1(%,>(#,c-&;,:7]<`387<i1(/0?",
-    "^dgVR(#,@(+,eL(7,`$(%,A(#,e/&$A&#`NHa%,#(`LL'H%<$8#F'%/4#8G%#%'&$Y%);)008&+(&#(&#(&#(&#(&#(",
-    ">eb>(&#(6#A,P7<A,#(-.D;&#`>&.bC&<1+0$+@#+4+,#(-+8*,'+8&D#8$(#;,#B#`;6$#4#@$;8`?;8%&'L&#`CF##",
-    "Fer@%<+@ADE%-@1D@:#+<?8);80<A8+<H80<d5@blUD`%@jp2F%XB+O<#8c><$81,+(#*6O+4%+(++7(=,#4#0`+,+,#",
-    "Vug4'.*8@*D#H`3+(8+D#H%,]&'#%#&#&&:130$30%3084&4%/*%'<%B(U<%**#0S43.*#0+.(30'<$7;8#3(+(=4),#",
-    ">upV84.--8>6%%0P4/,.9#,+6&#8&30+,+(&&#J4/2+$30)4#*$+6$%88D$?4$0S3/4$0#4#0&4#/3/&:$<#8,4&,#8$",
-    "Nux;#2,'&$'&$'&+(&#(&#LC@/D#J&`5,D4)+(#*$+*(dy-&.8&&RV&ckQPe'&$`O*H(&.&-'30+C@.&#&%#&##&##",
-    ">``o(`QD2B2e$<#,1@`%&$WE)BB-D%01,+*(1,D&#/+',$)#+(#:&&&#a0U$:#$+('+(%0+4#,$(#@;D$+'+H;C+'+((",
-    ">`a`L`>&%'&$'&$'&$$F%(&#(6,$0#B$-&#;&#4&##&#0&$/&Da$>'$2&N>%*8Z<28#<$&#.%%&QN/2a,>&%R51(<*&A",
-    "F`apF%*+5+()+*'G4&2'?=#8E&&);0&2L`5,`3.$+2(E&&E.&I&*U=-8,&#0&#(&##&#,&#0&#(&##&`)d,&+7&,)&:'",
-    ">`bc9K&#*&`+'%$&#M&##%%&$8=#0)(8D#8((@.***R4&##.'&(7,'5%8;=':`&Y.&#(#,1&$O'4$&##&'%0%&#$&#>",
-    "N`bnV$%&(*6)*:)>,#38>,$*B)C@=4#*&&4(:+W>%(87.$)(4.')(3>)%2.(*`6`.*YT&/T6)'(E4%**+&cX@*#K6##+",
-    ">`caZ#6`1$0>,+'&*74,(%4&:834%,%:H6,(*686+$0V40,(2&?+0#4#/6+%0N4,,#;8%'E,R$:.)+.($0E4/*#+4%74#",
-    "=`cl]&*D3,#76+$0Q4/0%<%(%+(#(+';7<$2#5*-3&#:4-,''0#32`$(%#&#%&#0&#+;:(P4-*'+.(%2#)&$#&$7&#(",
-    ">`cu,#&#&6##/4(&$#&$$1$5(2'&4#&$(&%&2a5V430%<&0+4#%#'0$&@Q450#;7.*+*aPP4(&$*,88%4#2DQ42,$7.-+",
-    "V`dbN.:5L4./;2(+*X<6$0*&-4$+@(&b'M40+B`J`%44*.)%$&$)&##&#94'&##&$%/3/4#,$2++*`,)&$H4(&$(/;73",
-    "=`dr.4+0I4(/4%,)'1*4,0O41,$7<&:/`.>)+:c(*&#F4)&#)/<&2,>6%#8?6$7&#/2`/(&##&#G4'%%&##&#(/3**+",
-    ">`e`F'&##&#A4&&##&#&/.)+*d,44%,#*)#/30.&#C4(&%&,.0+)`<.16<>)/8n7.`L`T6#&:-b1&`jZ`F<#:/pUT1?0'",
-    "N`hb502aaThL&cnWh>&)@.#+6&#8`4.#+*(?6$&+:,Q4(,&,%@%;+:,+&#(*#6&'4&j>`%,84%:`K`05&/4X&)%0.&`&#",
-    "U`p`H73&-#20be1&*sG&L*&csY%&#(&##&#cT%1&?$%$&0%&*eE&`e>`P&'.&%*&)+E$0#+<%Bam6O&$86+`Y&^c'&,H",
-    "^`}_K]0&4$0'D)@)4#0(4?0%4^&7`'0$3:a$5&.5>.`<:+:*a1`:&#`,&##%$&$#&$%&#-%#&#(&#`&&#%&$)&#(&#=",
-    ">`}q%%&#&%#&%(&#dI&$:C@:C@@C@:C@@C@:C@@C@:C@@C@:C@).$S<gA0X4%0S4)/4//4#(&*1&&#02q:@&('6bC(&#2",
-    "Na__=(&##&#&2'`#5C2`VN6%(0(.$+)&CBd6?323M4%(+='BfN=4%(+*k8(&#%&##&#0&#b2.$*,(:K`)<(/.&+6&#",
-    "Fa`t'\\;8$;8%&`2N;80*b0%&#<&##%#%$&#+&#%%#%#%(%&%#%#&#$&##%#%$%#%#%#%#&##%#&$%&#(&#%&#%%#&#+",
-    ">a`}%2&'$&#&&#2FV#&c@M&&`I&.0&$0&#0&#F:,.<aJ&Z>&/M&&*&)#&0'&aDo9&&2&%.&%`\\&&`D&(-%&&1-&&Y&*+",
-    "^abf^I&*?&$#&`4dI&./&$.&%*&)O&#(&*/&&*&)*&)a<&#X:G+*p,uf]&Bad/&(bK&$b_#&0b{B&1i7&`h(h#&x(aq4",
-    ">bg~.adUUjquK&@`EBa*b]F``z^`ac/&$`ac/",
+static const char *const UNICODE_CLASSES[] = {   // the index into CLASS_LETTERS
+    "`0*(&,3'0$+('+(%L+H#,$(#P;T$+`/`+P;K+'+4'',;'/,&',#?;+30%8#;GD#+7';0$3@8KH@KHb0+(%,%(b=+(<,3",
+    "^jP%@-D/@&D(?C?D20`U8%+CH#-$($C?N&#GC@$%#&#5&#P`H$`DBKHa4K0(8aO&#G-$<'TJP#.$$2#N+'+(#+(#+'2*<",
+    ">x5%<#>-'0$(#+(#,#0,+;8$8L46T+H%8#30`H;74(C/0'0#4#30%0#`(+`$$D#?</=#O30?4<2$`>4,/`*0+`$B4*0#C",
+    "V``]$75$4#@74%/4*/4$/4&.$0:#:4$-$:#,&'9C@'V##B()0K49C@B0W4$/43/4(0+4#,#L+G814$2#)&$#&$7&#(%#",
+    ">`h<%5$/4(&$#&$$/5*2&#&#$4#V$+`$#D#8'<#?;'&$$2#'&&#&$7&#(&##&##&##5$&#&&&#&$$%%2)%%#`*)+P#0$3",
+    "U`kH*,$2#*&#$&#7&#(&##&#&5$/4)&#$&#$1$&1#4#V$+G+A)4'&#$2#)&$#&$7&#(&##&#&5$/4(&$#&$$&)$2&#&#$",
+    "N`oD#V$+??,'-,/&#'&%$&#%&%#%#&##&%#&%$&%-6&&&%$&#%1$5(V0+X$<)2'&0)&#$&#8&#15$/4(&#$&#%&)#2#$",
+    "=`sO&$#4#V$+I)0(;?4$+8)&#$&#8&#+&#&5$/4(&#$&#%&)#2(#&##4#V$+`&##3&.%0*&#$&#J4#/4(&#$&#%/CB&$3",
+    "F`wZ(($4#V$+X*;@'6#$2#3&%9&#*%#&$(5%&&'%#&#)V(+R$#+:.Q30#4(5&@(4)+L+H#:G#%#&#&&#9%#&#+30#4*/",
+    ">`}Z&%#6#(V#+`&$%%BD$(0+',$0#4'D+X+;/3/3/,%(#0)&#E6&5+(#0&4,&#E6#)/4'&##(&,%(#:GL45/`(+H'8'4%",
+    ">adP%4$/4$0#4(0$4%0.4-/3T+P%4#HG`9#%'&$LO7`0$`,d>&#%&$(%#&#%&$J&#%&$B&#%&$(%#&#%&$0&#Z&#%&$`(",
+    "NaqG$,*05*%1D+J(`;&$'E$8i5C'82KH;<#:%`0<$`0$`D)&)34%2+44$,#:+34#2..&#$6##2.U4A,$7<$+?3V$+Z(+",
+    "Vbe:,($C?T+`&(`>&)&4#0C3/&'`+&,@6#-&&-5&*%#L+`$?&$&&-M&&;`*(+W>%C@84&.$#8V4+&#>%$T+&(+J((7<'",
+    "NbpV@&S&0P420)`*%+H(,+0*4*(#*#$0?4.0#`(+`$M4/.*%8E45.%&L+`&%$`(+`$E<#T*`6)L&$$D)**$+(60%30'3",
+    ">bzC#4$/*'M,`$(.+(C,F4`%8cG&$'&$G&$'&$)%#%#%#&#@&$V&#(KGL$H$&#(L$H%&$'N#$H.L$J$$&#(L#.#,,&89",
+    "`*ch.#,&'00`8#`4$+(.+'`7`4+3,&&#+G'.$'<$(#7,+<$(#:#.F%B21B61#[X%[X#G`H$`D#`H$`CK[X$\\&X'[WGK[",
+    "]cl?H#`H#WG`H#`C`G`C,%'L#H#`H#X&[`D%L%GK81`@D`L#`P%`;<#&&e1(%,>(#,c-&;,:7]<;`8U`L7<i1(/0?<R(#",
+    "^dhM@(+,eL(7,`$(%,A(#,e/&$A&#`NHa%,#(`LL'H%<$8#F'%/4#TG%#%'`.$Y%);)008&+(&#(&#(&#(&#(&#(&#(",
+    ">ebF(6#A,P7<A,#(-.D;&#`>&.bC&<1+0$+@#`G`,+,#(-+`(*`4'+8&D#`($`D#;,#B#`;6$#4#@$;8`?;8%&'L&#`C",
+    "^er>#8%<+@ADE%-@1D@:#+<?8);80<A8+<H80<d5@blUD`%@jp2F%XB+O<#8c><$81`(+`$#*6O+4%+(++7(=,#4#0`+",
+    "a&ug(+`4#,'.*8@*D#H`3+(8+D#H%+`0\\&'#%#&#&`.:$`0#`,$`/`,(30$30%3084&4%/*%'<%B(U<%**#0S43.*#L+",
+    "NuoB30'<$7;8#3T+`$=4),#884.--8>6%%0P4/,.9#`(+J&#8&30+`(+`$&&#J4/2+$30)4#V$+J$%88D$?4$0S3/4$0#",
+    "Nuw9#0&4#/3/&:$<#8,4&,#8$4#2,'&$'&$'&+(&#(`2#LG@%`0*`+D#J&`5,D4)+(#V$+`&(dy-&.8&&RV&ckQPe'",
+    ">``kB`O*H(&.&-'30+C@.&#&%#&##&##&#`QD2B2e$<#,1@`%&$WE)BB-D%01,+*(1,$`8#`49`8$`4$&#/+',$)#+(#",
+    ">``|F&&#a0U$:#$+('+(%L+H#,$(#@;D$+`/`+H;C+'+((8`>&%'&$'&$'&$$F%(&#(6,$0#B$-&#;&#4&##&#0&$/",
+    ">`ae:a$>'$2&N>%*`(V`<%<28#<$&#.%%&QN/2a,>&%R51(<*&A,%*+5`G`D)`G`F'G4&2'?=#8E&&);`0&`NL`5,`3",
+    "`B`av^+`.(E&&E.&I&*U=-T,&#0&#(&##&#,&#0&#(&##`.`)d,&+7&,)&:'&#K&#*&`+'%$&#M&##%%&$8=#0)(8D#8(",
+    ">`bgB@.***R4&##.'&(7,'5%8;=':`&Y.&#(#,1&$O'4$&##&'%0%&#$&#>6$$%&(*6)*:)>,#38>,$*B)C@=4#*&&4(",
+    ">`br.W>%(87.$)(4.')(3>)%2.(*`6`.*YT&/T6)'(E4%V*+ZcX@*#K6##+:$#6`1$0>,+'&*74,(%4&:834%,%:H6,(",
+    ">`cf^86+$0V40,(2&5\\+O0#4#/6+%0N4,,#;8%'E,R$:`*)+R($0E4/V#+H%74#/&*D3,#76+$0Q4/0%<%(%+(#T+`#;",
+    "=`co><$2#5*-3&#:4-,''0#32`$(%#&#%&#0&#+;:(P4-V'+R(%2#)&$#&$7&#(&##&#&6##/4(&$#&$$1$5(2'&4#&$(",
+    "N`cv.&2a5V430%<&L+H#%#'0$&@Q450#;7`**+`&aPP4(&$*,88%4#2DQ42,$7`*-+J(.:5L4./;N(+`&X<6$0V&+X#4$",
+    "]`df=@(&b'M40+B`J`%`0+X**.)%$&$)&##&#94'&##&$%/3/4#,$N++`&`,)&$H4(&$(/;731=4+0I4(/4%,)'1*4,0O",
+    "N`dt@1,$7<&:/`.>)+:c(*&#F4)&#)/<&N,+X46%#8?6$7&#/2`/(&##&#G4'%%&##&#(/3V*+`&('&##&#A4&&##&#&/",
+    "`B`eaJ+`&d,44%,#*)#/30.&#C4(&%&,.L+`%`<.16<>)/8n7`J`L`T`.#&:-b1&`jZ`F<#:/pUT1?0'402aaThL",
+    ">`n~^h>&)@`*#+J&#8`4`*#+`&(?6$&+:,Q4(,&,%@%;+F,+Z#(*#6&'4`2j>`%`$84%:`K`05&/4X&)%0.&`&#;73&-#",
+    ">`pa*be1&*sG&L*&csY%&#(&##&#cT%1&?$%$&0%&*eE&`e>`P&'.&%*&)+E$0#+<%Bam6O&$86+`Y&^c'&,H&$]0&4$",
+    "N`}`S'D)@)4#0(4?0%4^&7`'0$3:a$5&.5>.`<:+:`2a1;(;,;((&#3,;(;+&##%$&$#&$%&#)(%%#&#(&#,,;(;,#&#%",
+    "`R`}p3)&#(*#;,#&#%&#&%#&%(*#;,;(;,;(;,;(;,;(;,;(;,;(=.$:OL:GL',:OL:GL',:OL:GL',:OL:GL',:OL:G",
+    "`J`}{V'+'*$S@gA0X4%0S4)/4//4#(&*1&&#0^q:+`+`05&('ZbC(&#2&$(&##&#&2'`#5C2`VN6%(0(`*$+`%&CBd6?3",
+    ">a_jNM4%T+A'BfN=4%T+`&k8(&#%&##&#0&#b2.$*,(:K`)<(/`*&+J&#2l'\\;8$;8%&`2N;80*b0%&#<&##%#%$&#+",
+    ">a`{F%%#%#%(%&%#%#&#$&##%#%$%#%#%#%#&##%#&$%&#(&#%&#%%#&#+&#2&'$&#&&#2FV#&c@M&&`I&.0&$0&#0&#F",
+    "FaagB.<D`8;`4'`8;`4'`8;`4E&Z>&/M&&*&)#&0'&aDo9&&2&%.&%`\\&&`D&(-%&&1-&&Y&*+&(I&*?&$#&`4dI&./",
+    "^aboR.&%*&)O&#(&*/&&*&)*&)a<&#XFG+`&p,uf]&Bad/&(bK&$b_#&0b{B&1i7&`h(h#&x(aq4&'adUUjquK&@`E",
+    "Nm|~^b]F``z^`ac/&$`ac/",
 };
 
 static const char *const UNICODE_LOWER[] = {   // the number to add; 0, -1: pairs, see above
@@ -9989,7 +10205,8 @@ static const struct { char letter; const uint32_t *ranges; } MORE_CLASSES[] = {
     {'K', U"\u0800\u9FA5\uAC00\uD7FF"}, {'g', U"\u3131\u318E\uAC00\uD7A3"},
     {'h', U"\u3400\u4DBF\u4E00\u9FFF\uF900\uFAFF\U00020000\U0002A6DF\U0002A700\U0002B81F"
           U"\U0002B920\U0002CEAF\U0002F800\U0002FA1F"},
-    {'H', U"\U0002B820\U0002B91F\U0002CEB0\U0002EBEF"},
+    {'H', U"\u2E80\u2E99\u2E9B\u2EF3\u2F00\u2FD5\u3005\u3005\u3007\u3007\u3021\u3029\u3038\u303B"
+          U"\U00016FE2\U00016FF1\U0002B820\U0002B91F\U0002CEB0\U0002EE5D\U00030000\U000323AF"},
     {'b', U"!!(),,..??||\u060C\u060C\u06D4\u06D4\u0964\u0964\u2026\u2026\u3001\u3002\uFF0C\uFF0C"},
     {'q', U"\u2014\u2014\u2018\u2019\u201C\u201D\u2026\u2026\u3001\u303F\uFE30\uFE4F\uFF01\uFF01"
           U"\uFF0C\uFF0C\uFF1A\uFF1B"},
@@ -9997,23 +10214,32 @@ static const struct { char letter; const uint32_t *ranges; } MORE_CLASSES[] = {
           U"\u4E00\uFAFF\uFF65\uFF9F"},
 };
 
+static uint32_t unicode_lower(uint32_t c) {
+    int32_t d = range_value(UNICODE_LOWER, COUNT(UNICODE_LOWER), c, INT32_MAX);
+    if (d == INT32_MAX) return c;
+    if (d == 0) return c | 1;   // a pair, upper even
+    return d == -1 ? c + (c & 1) : c + d;   // upper odd
+}
+
 static uint64_t unicode_classes(uint32_t c) {
+    static const char *const CLASS_LETTERS[] = {   // the last three: see UNICODE_CLASSES
+        "ULu", "vLl", "Lc", "xL", "N", "M", "P", "S", "s", "C", "", "ND", "L", "UL", "ULc", "NW",
+        "PW", "SW"};
     int32_t k = range_value(UNICODE_CLASSES, COUNT(UNICODE_CLASSES), c, 10);
-    uint64_t set = CLASS("ulcxNMPSsCO"[k]) | (k < 4 ? CLASS('L') : 0);
+    uint64_t set = 0, cased = CLASS('U') | CLASS('v') | CLASS('x');
+    for (const char *letter = CLASS_LETTERS[k]; *letter; letter++) set |= CLASS(*letter);
+    if (set & CLASS('L') && !(set & cased)) set |= CLASS(unicode_lower(c) == c ? 'v' : 'U');
     if (c == '~') set = 0;   // llama.cpp's expressions do not count it as a symbol
     if (k == 8 && c >= 0x80) return set;   // a space beyond ASCII is in no other class
     for (size_t i = 0; i < COUNT(MORE_CLASSES); i++)
         for (const uint32_t *range = MORE_CLASSES[i].ranges; *range; range += 2)
             if (c >= range[0] && c <= range[1]) set |= CLASS(MORE_CLASSES[i].letter);
-    return set | (set & CLASS('L') && !(set & (CLASS('h') | CLASS('H'))) ? CLASS('y') : 0);
+    return set | (set & CLASS('x') && !(set & (CLASS('h') | CLASS('H'))) ? CLASS('y') : 0);
 }
 
 static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents) {
     if (strip_accents) c = range_value(UNICODE_BASE, COUNT(UNICODE_BASE), c, c);
     uint64_t set = unicode_classes(c), drop = CLASS('C') | (strip_accents ? CLASS('M') : 0);
     if (c == UTF8_BAD || set & drop) return 0;
-    int32_t d = range_value(UNICODE_LOWER, COUNT(UNICODE_LOWER), c, INT32_MAX);
-    if (!lower_case || d == INT32_MAX) return c;
-    if (d == 0) return c | 1;   // a pair, upper even
-    return d == -1 ? c + (c & 1) : c + d;   // upper odd
+    return lower_case ? unicode_lower(c) : c;
 }

@@ -243,6 +243,8 @@ static void device_close(Gpu *g) {
     if (d && d->context) {
         d->cuCtxSetCurrent(d->context);
         device_release(g);
+        for (size_t i = 0; i < COUNT(d->graph); i++)
+            if (d->graph[i]) d->cuGraphExecDestroy(d->graph[i]);
         d->cuCtxDestroy_v2(d->context);
     }
     free(d);
@@ -1984,15 +1986,17 @@ static UNUSED double gpu_bytes(const Session *s) {   // of what the GPU sees, or
 }
 
 // Bytes a second that copies inside the GPU's memory read and write; 0: there is no GPU, or no
-// room. p [n], whole pages, is shared for that when it first comes.
+// room for p [n], whole pages, which is shared for that when it first comes.
 static UNUSED double gpu_rate(Session *s, void *p, size_t n) {
     enum { COPIES = 8 };
     Gpu *g = s->gpu;
-    bool shared = g && g->shared[g->n_shared - 1].base == p;
-    if (!g || (!shared && device_room(g) < n)) return 0;
+    if (!g) return 0;
+    if (g->shared[g->n_shared - 1].base == p) n = g->shared[g->n_shared - 1].size;
+    else if (device_room(g) < n || !gpu_share(g, (Map){p, n}, false)) {
+        g->why[0] = 0;   // the model stays on the GPU
+        return 0;
+    }
     device_begin(g);
-    if (!shared && !gpu_share(g, (Map){p, n}, false))
-        gpu_fail(g, "it cannot take this much memory", NULL);
     double start = now();
     for (int i = 0; !g->why[0] && i < COPIES; i++) device_copy(g, (char *)p + n / 2, p, n / 2);
     if (device_wait(g)) return COPIES * (double)n / (now() - start);

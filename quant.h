@@ -83,7 +83,9 @@
 #include <stddef.h>
 #define QUANT_TABLE static const __attribute__((unused))
 #define QUANT_INLINE static inline __attribute__((always_inline, unused))
-#ifdef __clang__
+#if __FINITE_MATH_ONLY__   // NaN and -0 would be lost
+#error "compile this without -ffast-math, -Ofast and -ffinite-math-only"
+#elif defined(__clang__)
 #define QUANT_UNROLL _Pragma("clang loop unroll(full)")
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wpass-failed"           // with n < 8 not every loop unrolls
@@ -175,8 +177,7 @@ QUANT_INLINE void quant_as_floats(uint32_t v, int bias, float *c) {
 QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
     return __half2float(__ushort_as_half((unsigned short)h));
 }
-#else
-#if defined(__METAL_VERSION__)
+#elif defined(__METAL_VERSION__)
 // On Apple's GPUs a shift or a conversion takes as long as four additions, but both halves of a
 // register are free: 0x6400 | b, as bits of a half, is 1024 + b, two at once. If a decoder has
 // subtracted a power of two, it is added again, so that both cancel and u is what the file holds.
@@ -214,7 +215,6 @@ QUANT_INLINE float quant_f16_to_f32(uint32_t h) {
     if (e == 0) return sign ? -5.9604645e-8f * (float)f : 5.9604645e-8f * (float)f;      // 2^-24
     return quant_from_bits(sign | (e == 31 ? 255 : e + 112) << 23 | f << 13);
 }
-#endif
 #endif
 #endif
 
