@@ -1300,7 +1300,6 @@ static const Odd WHOLE[] = {
     {LLAMA, {"attn_k_norm.weight is missing", NEW_TENSOR, "blk.0.attn_q_norm.weight", 16}},
     {LLAMA, {"attn_q_norm.weight is missing", NEW_TENSOR, "blk.0.attn_k_norm.weight", 16}},
     {LLAMA, {NULL, NEW_KEY, "llama.rope.scaling.type", GGUF_STR, 0, ""}},
-    {LLAMA, {NULL, NEW_KEY, "llama.rope.scaling.type", GGUF_STR, 0, "default"}},
     {{"llama", 2, "", "rope.freq_base=7,9"}, {"want a number"}},
     {{"gemma3", 1, "tk", ""}, {"attn_norm.weight is missing", NO_TENSOR, "blk.0.attn_norm.weight"}},
     {LLAMA, {"0.attn_q.scale is missing; layer 1 has it", NEW_TENSOR, "blk.1.attn_q.scale", 1}},
@@ -1354,9 +1353,11 @@ static void test_gguf_whole(void) {
         {{"laguna", 2, "Vk", "rope.swa.freq_base=7.5"}, offsetof(Config, rope_base[WINDOWED])},
         {{"cogvlm", 2, "f", "rope.freq_base=7.5"}, offsetof(Config, rope_base[FULL])},   // ignored
     };
-    static const Odd unscaled = {{"llama", 2, "", "rope.scaling.factor=4."},
-                                 {NULL, NEW_KEY, "llama.rope.scaling.type", GGUF_STR, 0, "none"}};
-    CHECK(odd_model(&unscaled)->config.rope_factor == 1, "a factor although there is no scaling");
+    EACH_WORD(type, "none default", " ") {
+        Odd v = {{"llama", 2, "", "rope.scaling.factor=4."},
+                 {NULL, NEW_KEY, "llama.rope.scaling.type", GGUF_STR, 0, type}};
+        CHECK(odd_model(&v)->config.rope_factor == 1, "a factor beside the type %s", type);
+    }
     double read[4];   // bytes of a token, by loops: each reads all layers, of 48 x 32 and more
     for (int i = 1; i < 4; i++) {
         const char *keys = text_of("num_loops=%d skip_loop_final_norm=%d", i, i < 3);
@@ -1925,32 +1926,32 @@ static void check_blocks(void) {
         {{NEXTN, {NULL, NO_TENSOR, "blk.2.nextn.hnorm.weight"}}, 0, "hnorm.weight is missing"},
         {{NEXTN, {NULL, NO_TENSOR, "blk.2.nextn.eh_proj.weight"}}, 0, "2 has no nextn.eh_proj"},
         {{NEXTN, {NULL, NEW_TENSOR, "blk.2.odd.weight", 8}}, 0, "blk.2.odd.weight: unknown"},
-        {{{"llama", 4, "55", "nextn_predict_layers=2"}, {NULL, NEW_TENSOR, "blk.3.odd.weight", 8}},
-         1, "blk.3.odd.weight: unknown"},
-        {{{"llama", 3, "5Z", NEXTN_KEY "attention.head_count_kv=0,0,0"}}, 0, "unlike"},
-        {{{"llama", 3, "5Y", NEXTN_KEY "feed_forward_length=0"}}, 0, "unlike"},
-        {{{"nanbeige", 3, "T5", NEXTN_KEY "num_loops=2"}}, 0, "unlike"},
-        {{{"gemma4", 5, "tTkzR5", GEMMA4_KEYS NEXTN_KEY "embedding_length_per_layer_input=6"}}, 0,
-         "unlike"},
-        {{{"llama-embed", 3, "5", NEXTN_KEY}}, 0, "unlike"},
-        // recurrent, and alone with experts
+        {{{"llama", 4, "55", "nextn_predict_layers=2"}, {NULL, NEW_TENSOR, "blk.3.a", 8}}, 1, ".a"},
+        // no block runs without attention or FFN, several times, with an input of its own, in an
+        // encoder, or recurrent (that one alone has experts)
+        {{{"llama", 3, "5Z", NEXTN_KEY "attention.head_count_kv=0,0,0"}}},
+        {{{"llama", 3, "5Y", NEXTN_KEY "feed_forward_length=0"}}},
+        {{{"nanbeige", 3, "T5", NEXTN_KEY "num_loops=2"}}},
+        {{{"gemma4", 5, "tTkzR5", GEMMA4_KEYS NEXTN_KEY "embedding_length_per_layer_input=6"}}},
+        {{{"llama-embed", 3, "5", NEXTN_KEY}}},
         {{{"nemotron_h_moe", 3, "3Mg1xsr5", ALONE_KEYS EXPERT_KEYS NEXTN_KEY
-           "attention.head_count_kv=0,2,2"}, {NULL, NEW_TENSOR, "blk.2.ffn_norm.weight", 32}}, 0,
-         "unlike"}};
+           "attention.head_count_kv=0,2,2"}, {NULL, NEW_TENSOR, "blk.2.ffn_norm.weight", 32}}}};
     for (size_t k = 0; k < COUNT(blocks); k++) {
         largest = 0;
         const Model *m = odd_model(&blocks[k].odd);
         const Layer *w = &m->layers[m->config.n_layer];
-        CHECK(m->config.n_nextn == blocks[k].n && strstr(m->nextn_idle.text, blocks[k].why) &&
+        const char *why = blocks[k].why ? blocks[k].why : "unlike a causal layer";
+        CHECK(m->config.n_nextn == blocks[k].n && strstr(m->nextn_idle.text, why) &&
               largest < 1 << 20, "%zu: '%s'", k, m->nextn_idle.text);
         if (!blocks[k].n) continue;
-        Session *s = open_session(m, (Options){.window = 5000, .draft = 1}), block = *s;
+        Options o = {.window = 50000, .chunk = FEW, .draft = 1, .threads = 1};
+        Session *s = open_session(m, o), block = *s;
         block.op_scratch = (Arena){0};
         nextn_forward(&block, 0, NULL, FEW, 0);
         bool room = block.op_scratch.peak <= s->op_scratch.size && s->k - s->q >= w->q.rows;
         CHECK(w->rotated && !w->window && room, "%zu: a window, or no room", k);
-        s = open_session(m, (Options){.chunk = 1, .draft = 1});
-        CHECK(s->n_cache == m->config.n_layer, "-b 1 opens blocks");
+        o.chunk = 1;
+        CHECK(open_session(m, o)->n_cache == w - m->layers, "-b 1 opens blocks");
     }
 }
 
@@ -1982,6 +1983,7 @@ static void test_nextn(void) {
         // it repeats itself: lookup goes first, a hint that may not run does not stop the block
         memcpy(ids + 50, ids, 5 * sizeof *ids);
         MUST(session_eval, s, ids, 55);
+        CHECK(s->n_indexed <= 50, "the index is not cut back");
         s->rest = 0;
         for (int most = 0; most < 2; most++) {
             Guesses g = {.most = most, .hint = -1};
@@ -1996,8 +1998,7 @@ static void test_nextn(void) {
     static const int paid[][3] = {{2000, 0, 11}, {600, 1, 577}, {50, 0, 15}};
     Session pays = {.m = random_model(shapes), .n_cache = 2};
     Guesses one = {.run = 1};
-    for (int k = 0; k < 3; k++) {   // tries in so many passes, if as many guesses stand
-        int tries = 0;
+    for (int k = 0, tries = 0; k < 3; k++, tries = 0) {   // of so many passes, if guesses stand
         one.stood = paid[k][1];
         for (int i = 0; i < paid[k][0]; i++) tries += one.drafted = nextn_pays(&pays, &one);
         CHECK(tries == paid[k][2], "%d tries in %d passes", tries, paid[k][0]);
@@ -2895,8 +2896,8 @@ static void test_tokenizer_special(void) {
         Writer other = {0};
         key_vocab(&other, "llama", "gemma4", "a,b,ab,<s>", merges ? "a b" : NULL);
         put_keys(&other, "tokenizer.ggml", "bos_token_id=3 scores=0,0,0,0");
-        int kind = written_tokenizer(&other)->kind;
-        CHECK(kind == (merges ? TOKENIZER_BPE : TOKENIZER_SPM), "Gemma 4 by its other name");
+        int want = merges ? TOKENIZER_BPE : TOKENIZER_SPM;
+        CHECK(written_tokenizer(&other)->kind == want, "Gemma 4 by its other name, or not");
     }
     // the ids of special tokens lie outside the vocabulary: a note, and defaults
     key_vocab(&far, "gpt2", "gpt-2", "a,b", "a b");
