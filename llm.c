@@ -1216,7 +1216,8 @@ static bool read_meta(Reader *in, Meta *m, Error *e) {
 static bool read_tensor(Reader *in, Tensor *t, size_t align, Error *e) {
     static const char *const foreign[] = {
         [4] = "Ollama's first MXFP4", "Q4_3", [31] = "Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8",
-        [36] = "I2_S of bitnet.cpp", "I8_S of bitnet.cpp", "TL1 of bitnet.cpp"};
+        [36] = "I2_S of bitnet.cpp or IQ4_NL_4_4", "I8_S of bitnet.cpp or IQ4_NL_4_8",
+        "TL1 of bitnet.cpp or IQ4_NL_8_8"};
     uint64_t ne[4] = {1, 1, 1, 1};
     *t = (Tensor){.name = read_str(in)};
     t->n_dims = read_bytes(in, 4);
@@ -1560,7 +1561,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
      .flags = EMBD_SQRT, .period = 6},
     {"deepseek2*", .c = {.rope = ROPE_PAIRS, .gating = SIGMOID}, .flags = YARN_LOG, .n_layer = 47},
     {"deepseek2*", .c = {.rope = ROPE_PAIRS}, .flags = YARN_LOG},
-    {"mistral4 deepseek32", .c = {.rope = ROPE_PAIRS}, .flags = YARN_SCORES},
+    {"mistral4* deepseek32", .c = {.rope = ROPE_PAIRS}, .flags = YARN_SCORES},
     {"glm-dsa", .c = {.rope = ROPE_PAIRS, .gating = SIGMOID}, .flags = YARN_SCORES},
     {"orion stablelm", .c = {.norm = NORM_LAYER}, .flags = MAY_BE_PARALLEL},
     {"codeshell falcon gptneox phi2 starcoder2", .c = {.norm = NORM_LAYER, .act = ACT_GELU},
@@ -1796,7 +1797,7 @@ static const struct { const char *name, *archs; } NEEDS[] = {
 // cannot fail. After the first error no tensor is found any more, so one check at the end is
 // enough. Four checks find a file that is not what it says. A "!" before a tensor's name: forward
 // cannot do without it. NEEDS: forward could, but such a model has it. check_neighbours: one layer
-// lacks what its like have. tensor_idle: each unused tensor is one that is known not to run.
+// lacks what its like have. tensor_idle, block_idle: an unused tensor is one known not to run.
 
 typedef struct {
     Model *m;
@@ -1837,6 +1838,7 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
     if (shorter || (longer && !pattern))
         refuse(ld, "key %.*s has %llu values for %llu layers", STR_ARG(v->key),
                (unsigned long long)v->n, (unsigned long long)n_layer);
+    if (pattern && i >= v->n) return 0;   // of a nextn block, see load_window
     bool number = v->elem != GGUF_STR && (!array || each);
     double x = number && i < v->n ? meta_float(v, i) : NAN;
     if (!isfinite(x)) refuse(ld, "key %.*s: want a number, or one a layer", STR_ARG(v->key));
@@ -1984,6 +1986,7 @@ static void load_latent(Loader *ld, Layer *w), derive_latent(Config *c, uint64_t
 typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
 
 // Loads matrices, or n of each, of the same input: rows of tensor `name`, or tensors of their own.
+// Rows of `name` may have biases under the names of their own tensors.
 static void load_fused(Loader *ld, const char *name, int cols, int n, const Slice *p, int parts) {
     int rows = 0, at = 0;
     for (int i = 0; i < parts; i++) rows += p[i].rows;
@@ -1991,6 +1994,8 @@ static void load_fused(Loader *ld, const char *name, int cols, int n, const Slic
     for (int i = 0; i < parts; at += p[i++].rows) {
         if (all.data) *p[i].w = matrix_rows(all, at, p[i].rows);
         else *p[i].w = load_matrix(ld, p[i].name, cols, p[i].rows, n);
+        if (all.data && !all.bias)
+            p[i].w->bias = load_vector(ld, less_mark(p[i].name), ".bias", (uint64_t)p[i].rows * n);
     }
 }
 
@@ -2098,6 +2103,7 @@ static void load_norms(Loader *ld, Layer *w) {
 
 // Decides whether the layer has a window, and sets what depends on it: its widths, and whether RoPE
 // turns its heads. A file gives a period, of which one layer sees all, or an array of yes and no.
+// A nextn block sees all, unless an array says otherwise: converters count only layers in it.
 static void load_window(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Arch *a = ld->arch;
@@ -2106,6 +2112,7 @@ static void load_window(Loader *ld, Layer *w) {
     int full = a->flags & FULL_FIRST ? 0 : pattern - 1;   // which layer of a period
     bool windows = a->period && c->window, sees_all = pattern && ld->l % pattern == full;
     if (key && key->type == GGUF_ARR) sees_all = !pattern;
+    else if (ld->l >= c->n_layer) sees_all = true;   // periods end before nextn blocks
     bool local = windows && !sees_all;
     w->window = local ? c->window : 0;
     w->hd = local ? ld->hints.hd_local : c->hd;
@@ -2201,9 +2208,8 @@ static void check_neighbours(Loader *ld, int l, const char *name) {
 static const char *const IDLE_TENSORS[] = {"v.", "mm.", "a.", "s.", "cls.", "mtp.",
                                            "model.vision_tower.", "model.audio_tower."};
 
-// Is this a tensor of layer l (-1: none) that does not run? name: without the blk.N in front
-static bool tensor_idle(Loader *ld, const Tensor *t, int l, const char *name) {
-    const Config *c = &ld->m->config;
+// Is this a tensor of layer l (-1: none) that does not run? name: without the "blk." in front
+static bool tensor_idle(const Config *c, const Tensor *t, int l, const char *name) {
     Str rest = t->name;
     for (size_t i = 0; i < COUNT(IDLE_TENSORS); i++)
         if (str_cut(&rest, IDLE_TENSORS[i])) return true;
@@ -2211,18 +2217,28 @@ static bool tensor_idle(Loader *ld, const Tensor *t, int l, const char *name) {
     if (l >= 0 && strstr(name, ".vis_")) return true;            // for images
     if (c->n_exact && strstr(name, ".indexer.")) return true;    // for texts longer than n_exact
     const char *scale = strstr(name, ".input_scale");            // NVFP4's, of activations
-    if (scale && !strcmp(scale, ".input_scale")) return true;
-    bool nextn = l >= c->n_layer && l < c->n_layer + ld->hints.n_layer_mtp &&
-                 layer_tensor(ld, l, "nextn.eh_proj", ".weight");
-    if (!nextn || l >= c->n_layer + c->n_nextn) return nextn;
-    ld->m->config.n_nextn = l - c->n_layer;   // the block is idle
-    return !fail(&ld->m->nextn_idle, "tensor %.*s: unknown", STR_ARG(t->name));
+    return scale && !strcmp(scale, ".input_scale");
+}
+
+// Nothing used this tensor of layer l. If that is a nextn block, it is idle, as are later ones.
+static bool block_idle(Loader *ld, const Tensor *t, int l) {
+    Config *c = &ld->m->config;
+    Error *why = &ld->m->nextn_idle;
+    int block = l - c->n_layer;
+    if (block < 0 || block >= ld->hints.n_layer_mtp) return false;
+    if (block < c->n_nextn) fail(why, "tensor %.*s: unknown", STR_ARG(t->name));
+    else if (!layer_tensor(ld, l, "nextn.eh_proj", ".weight"))
+        fail(why, "blk.%d has no nextn.eh_proj; is it a layer, and nextn_predict_layers wrong?", l);
+    c->n_nextn = smaller(c->n_nextn, block);
+    return true;
 }
 
 // Refuses a file with a tensor that nothing used and that is not idle, and a file that lacks one.
 static void check_tensors(Loader *ld) {
     const Gguf *g = ld->m->gguf;
     const Config *c = &ld->m->config;
+    bool experts = false;   // has a layer some?
+    for (int l = 0; l < c->n_layer; l++) experts |= ld->m->layers[l].router.data != NULL;
     for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors && ld->ok; t++) {
         Str rest = t->name;
         int l = str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
@@ -2230,15 +2246,17 @@ static void check_tensors(Loader *ld) {
         snprintf(name, sizeof name, "%.*s", (int)rest.n, rest.s);
         if (!strncmp(name, "mtp.", 4)) fail(&ld->m->nextn_idle, "tensor %s: unknown", name);
         if (t->used && l >= 0 && l < c->n_layer) check_neighbours(ld, l, strchr(name, '.') + 1);
-        else if (!t->used && !tensor_idle(ld, t, l, name))
+        else if (!t->used && !tensor_idle(c, t, l, name) && !block_idle(ld, t, l))
             refuse(ld, "tensor %.*s: no part of a %s model of %d layers, as the engine knows it",
                    STR_ARG(t->name), c->name, c->n_layer);
     }
     for (size_t i = 0; i < COUNT(NEEDS) && ld->ok; i++) {
         bool found = !find_str((Str){c->name, strlen(c->name)}, NEEDS[i].archs);
-        if (strstr(NEEDS[i].name, "exp") && !c->n_used) found = true;   // no layer has experts
+        if (strstr(NEEDS[i].name, "exp") && !experts) found = true;
         for (int l = -1; l < c->n_layer && !found; l++)
             found = layer_tensor(ld, l, NEEDS[i].name, "");
+        const char *idle = ld->m->nextn_idle.text;   // it may be why
+        if (!found && *idle) refuse(ld, "tensor %s is missing; %s", NEEDS[i].name, idle);
         if (!found) refuse(ld, "tensor %s is missing", NEEDS[i].name);
     }
 }
@@ -2334,6 +2352,7 @@ static void derive_rope(Loader *ld) {
 
 // Derives what follows from several keys at once, and checks that they agree.
 static void derive_config(Loader *ld) {
+    const Gguf *g = ld->m->gguf;
     Config *c = &ld->m->config;
     c->eps = fmaxf(c->norm == NORM_RMS ? ld->hints.eps_rms : c->eps, 0);
     if (c->logit_scale == 0) c->logit_scale = 1;
@@ -2347,11 +2366,16 @@ static void derive_config(Loader *ld) {
     else if (act.n && c->act == ACT_GELU && !find_str(act, "gelu geglu gelu_pytorch_tanh"))
         refuse(ld, "hidden_activation '%.*s' is not supported", STR_ARG(act));
     c->n_layer -= ld->hints.n_layer_mtp;
+    bool layers = false;
+    for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors && !layers; t++)
+        layers = str_cut(&(Str){t->name.s, t->name.n}, "blk.0.");
+    if (ld->hints.n_layer_mtp && (c->n_layer < 1 || !layers))
+        refuse(ld, "no layers, only MTP blocks: open the whole model, or fix nextn_predict_layers");
     if (c->n_value) c->dv /= c->n_value;
     if (c->kda) c->n_key = c->n_value = c->n_head;
     if (c->kda) c->dk = c->dv = c->kda;
-    if (c->n_layer < 1 || c->n_layer > (int64_t)ld->m->gguf->n_tensors)
-        refuse(ld, "%d layers in a file of %zu tensors", c->n_layer, ld->m->gguf->n_tensors);
+    if (c->n_layer < 1 || c->n_layer > (int64_t)g->n_tensors)
+        refuse(ld, "%d layers in a file of %zu tensors", c->n_layer, g->n_tensors);
     if (c->n_group < 2) c->n_group = c->n_group_used = 1;
     if (c->n_expert % c->n_group || c->n_group_used < 1 || c->n_group_used > c->n_group)
         refuse(ld, "experts in %d of %d groups", c->n_group_used, c->n_group);
@@ -2428,7 +2452,9 @@ static bool weights_load(Model *m, Error *e) {
     m->dense[0] = load_matrix(&ld, "dense_2", c->dim, 0, 1);
     m->dense[1] = load_matrix(&ld, "dense_3", m->dense[0].rows, 0, 1);
     if (c->per_layer) load_inputs(&ld, NULL);
-    m->layers = calloc(c->n_layer * (size_t)c->n_loops + ld.hints.n_layer_mtp, sizeof *m->layers);
+    while (c->n_nextn < ld.hints.n_layer_mtp &&   // of which a file may have fewer
+           layer_tensor(&ld, c->n_layer + c->n_nextn, "nextn.eh_proj", ".weight")) c->n_nextn++;
+    m->layers = calloc(c->n_layer * (size_t)c->n_loops + c->n_nextn, sizeof *m->layers);
     if (!m->layers) refuse(&ld, "out of memory");
     for (ld.l = 0; ld.l < c->n_layer && ld.ok; ld.l++) load_layer(&ld, &m->layers[ld.l]);
     if (ld.ok) load_nextn(ld);
@@ -3718,15 +3744,14 @@ static void add_layer_input(Session *s) {
 // first ids alone are guessed, because output takes most of the time. As the layers check guesses,
 // a row that the cache lacks makes guesses worse, and no more.
 
-// Loads the blocks. What is not known of one leaves it idle.
+// Loads the n_nextn blocks. What is not known of one leaves it idle, and later ones.
 static void load_nextn(Loader ld) {
     Model *m = ld.m;
     Config *c = &m->config;
     ld.e = &m->nextn_idle;
-    for (int i = 0; i < ld.hints.n_layer_mtp && ld.ok; i++) {
+    for (int i = 0; i < c->n_nextn; i++) {
         ld.l = c->n_layer + i;
         Layer *w = &m->layers[ld.l];
-        if (!layer_tensor(&ld, ld.l, "nextn.eh_proj", ".weight")) return;
         load_layer(&ld, w);
         if (ld.arch->no_rope != 1) w->rope = c->rope;   // whatever its place (Cohere 2)
         w->joint = load_matrix(&ld, "nextn.eh_proj", 2 * c->dim, c->dim, 1);
@@ -3742,7 +3767,7 @@ static void load_nextn(Loader ld) {
         w->output = matrix_rows(w->output, 0, smaller(c->n_vocab, 1 << 16));   // frequent ids
         if (!w->n_kv || w->mixer || !w->up.data || c->n_loops > 1 || c->per_layer || !c->causal)
             refuse(&ld, "block %d: unlike a causal layer with attention and an FFN", ld.l);
-        if (ld.ok) c->n_nextn++;
+        if (!ld.ok) c->n_nextn = i;
     }
 }
 

@@ -469,7 +469,7 @@ static size_t write_gguf(Writer *w, const char *path) {   // returns the size be
 //   latent attention in odd ones
 //   9 post-norms whose names lack .weight  J q, k, v and z of linear attention in one
 //   4 a layer with both blocks, one with an FFN alone, one with nothing, in turn
-//   5 the last layer is a nextn block
+//   5 the last layer is a nextn block, 55 the last two are  6 biases of q, k and v
 // and, of the program: l a linear layer, 8 one with KDA, 7 a nextn block, ^ tensors that are in no
 // layer, = what is always f32, Z W Y a layer without attention, without a recurrent mixer, without
 // FFN, X without attn_norm.
@@ -506,7 +506,8 @@ static const char PARTS[] =
     "attn_output:32,32:8 ssm_conv1d_q:4,32:=8 ssm_conv1d_k:4,32:=8 ssm_conv1d_v:4,32:=8 "
     "ssm_f_a:32,480:8A ssm_f_b:480,32:8A ssm_f_a:32,32:8!A ssm_g_a:32,480:8A ssm_g_b:480,32:8A "
     "ssm_g_a:32,32:8!A ssm_beta:32,4:8 ssm_a:4:8 ssm_dt.bias:32:8 ssm_norm:8:8 ssm_in:32,96:lJ "
-    "nextn.eh_proj:64,32:7 nextn.enorm:32:7 nextn.hnorm:32:7";
+    "nextn.eh_proj:64,32:7 nextn.enorm:32:7 nextn.hnorm:32:7 attn_q.bias:64:6 attn_k.bias:32:6 "
+    "attn_v.bias:32:6";
 
 typedef struct {
     const char *arch;
@@ -578,6 +579,7 @@ static void put_model(Writer *w, const Shape *m) {
         if (strchr(m->letters, 'F') && l == 0) kind = "X";
         if (strpbrk(m->letters, "AU")) kind = l % 2 ? "c" : "8";
         if (strchr(m->letters, '5') && l == m->n_layer - 1) kind = "7";
+        if (strstr(m->letters, "55") && l == m->n_layer - 2) kind = "7";
         if (strchr(m->letters, '4')) kind = (const char *[]){"", "ZX", "ZXY"}[l % 3];
         put_parts(w, PARTS, text_of("blk.%d.", l), text_of("%s%s", m->letters, kind));
     }
@@ -596,6 +598,7 @@ static void put_model(Writer *w, const Shape *m) {
 #define GEMMA4_KEYS WINDOW_KEYS "attention.key_length_swa=16 attention.value_length_swa=16 "
 #define LATENT_KEYS "attention.kv_lora_rank=20 rope.dimension_count=8 "
 #define DSA_KEYS LATENT_KEYS "attention.indexer.top_k=96 "
+#define NEXTN_KEY "nextn_predict_layers=1 "
 #define STEP_KEYS WINDOW_KEYS "attention.sliding_window_pattern=2 swiglu_clamp_shexp=0.4 "
 #define KDA_KEYS LATENT_KEYS "kda.head_dim=8 ssm.conv_kernel=4 attention.head_count_kv=0,1,0 " \
     "expert_gating_func=2 "
@@ -1083,7 +1086,7 @@ static const Spoil BROKEN[] = {
     {"token_embd.weight: not at offset 0", OFFSET, "token_embd.weight", 32},
     {"dimension 1 is 2147483648", DIM, "output.weight", 1, (int64_t)1 << 31},
     {"unknown tensor type 99", TYPE, "output.weight", 99},
-    {"type 36 is I2_S of bitnet.cpp, which GGUF does not have", TYPE, "output.weight", 36},
+    {"type 36 is I2_S of bitnet.cpp or IQ4_NL_4_4, which GGUF", TYPE, "output.weight", 36},
     {"type 4 is Ollama's first MXFP4", TYPE, "output.weight", 4},
     {"not whole q4_K blocks", TYPE, "output.weight", 12},
     {"not a multiple of the alignment", OFFSET, "output.weight", 8},
@@ -1271,7 +1274,7 @@ static const char NO_PART[] =
     "x.vis_attn_qkv.weight blk.2.attn_q.bias blk.0.ffn_up_gate.weight output_scale.weight "
     "blk.1.v.weight position_embd.weight blk.1.attn_q.input_scales blk.1.indexer.k.weight";
 #define LLAMA {"llama", 2, "", ""}
-#define NEXTN {"llama", 3, "", "nextn_predict_layers=1"}
+#define NEXTN {"llama", 3, "5", NEXTN_KEY}
 static const Odd WHOLE[] = {
     {LLAMA, {NULL, NEW_TENSOR, "mark", 0}},   // it holds nothing
     {{"lfm2", 2, "HCkNQ", "shortconv.l_cache=3 feed_forward_length=40"}, {NULL}},   // it is 48
@@ -1282,9 +1285,12 @@ static const Odd WHOLE[] = {
       "attention.key_length=16 attention.key_length_mla=28 attention.value_length_mla=20"},
      {NULL}},   // of a head, of the latent row: other files have it the other way round
     {{"cogvlm", 1, "f", ""}, {NULL, NEW_TENSOR, "blk.0.vis_attn_qkv.weight", 8}},
-    {NEXTN, {NULL, NEW_TENSOR, "blk.2.nextn.eh_proj.weight", 8}},
     {{"mamba2", 2, "MZY", SPACE_KEYS}, {NULL}},   // with a feed_forward_length, no FFN
-    {NEXTN, {"blk.2.attn_k.weight: no part of a llama model of 2 layers"}},
+    {NEXTN, {"blk.3.nextn.eh_proj.weight: no part", NEW_TENSOR, "blk.3.nextn.eh_proj.weight", 8}},
+    {{"qwen2", 2, "f6T", ""}, {NULL}},
+    {{"llama", 1, "5", NEXTN_KEY}, {"no layers, only MTP blocks"}},
+    {{"llama", 2, "0YZ5", NEXTN_KEY}, {"no layers, only MTP blocks"}},   // the layer has no tensors
+    {{"qwen3", 2, "", NEXTN_KEY}, {"attn_q_norm.weight is missing; blk.1 has no nextn.eh_proj"}},
     {LLAMA, {"token_embd: bias or scale", NEW_TENSOR, "token_embd.bias", 64}},
     {{"gpt2", 1, "nboBgfP", ""}, {"bias or scale", NEW_TENSOR, "position_embd.bias", 96}},
     {{"gpt2", 1, "nboBgfP", ""}, {"bias or scale", NEW_TENSOR, "position_embd.scale", 1}},
@@ -1295,7 +1301,6 @@ static const Odd WHOLE[] = {
     {LLAMA, {"attn_k_norm.weight is missing", NEW_TENSOR, "blk.0.attn_q_norm.weight", 16}},
     {LLAMA, {"attn_q_norm.weight is missing", NEW_TENSOR, "blk.0.attn_k_norm.weight", 16}},
     {LLAMA, {NULL, NEW_KEY, "llama.rope.scaling.type", GGUF_STR, 0, ""}},
-    {LLAMA, {NULL, NEW_KEY, "llama.rope.scaling.type", GGUF_STR, 0, "default"}},
     {{"llama", 2, "", "rope.freq_base=7,9"}, {"want a number"}},
     {{"gemma3", 1, "tk", ""}, {"attn_norm.weight is missing", NO_TENSOR, "blk.0.attn_norm.weight"}},
     {LLAMA, {"0.attn_q.scale is missing; layer 1 has it", NEW_TENSOR, "blk.1.attn_q.scale", 1}},
@@ -1349,6 +1354,11 @@ static void test_gguf_whole(void) {
         {{"laguna", 2, "Vk", "rope.swa.freq_base=7.5"}, offsetof(Config, rope_base[WINDOWED])},
         {{"cogvlm", 2, "f", "rope.freq_base=7.5"}, offsetof(Config, rope_base[FULL])},   // ignored
     };
+    EACH_WORD(type, "none default", " ") {
+        Odd v = {{"llama", 2, "", "rope.scaling.factor=4."},
+                 {NULL, NEW_KEY, "llama.rope.scaling.type", GGUF_STR, 0, type}};
+        CHECK(odd_model(&v)->config.rope_factor == 1, "a factor beside the type %s", type);
+    }
     double read[4];   // bytes of a token, by loops: each reads all layers, of 48 x 32 and more
     for (int i = 1; i < 4; i++) {
         const char *keys = text_of("num_loops=%d skip_loop_final_norm=%d", i, i < 3);
@@ -1652,6 +1662,7 @@ static void check_golden(const char *name) {
     int runs = g.m->config.causal ? 2 : 1;   // an encoder takes a text in one chunk
     int chunks[] = {runs == 2 ? 48 : g.n, 1};
     double worst = 0;
+    CHECK(g.m->config.verified, "%s lacks its star in ARCHS", g.m->config.name);
     for (int k = 0; k < runs; k++) {
         Options o = {.chunk = chunks[k], .threads = 1 + k};
         double error = golden_error(g.m, logits_of(g.m, g.ids, g.n, o), g.n, g.want);
@@ -1796,7 +1807,8 @@ static void test_guesses(void) {
         {{"llama", 1, "", ""}, ANSWER, ANSWER, 92, ""},
         {{"llama", 1, "", ""}, -1, 36, 18, "at token 95 "},
         {{"gpt2", 1, "nboBgfP", ""}, -1, 37, 18, "96 learned positions"},
-        {{"glm-dsa", 1, "cq", DSA_KEYS}, -1, 37, 18, "beyond 96"}};
+        {{"glm-dsa", 1, "cq", DSA_KEYS}, -1, 37, 18, "beyond 96"},
+        {{"llama", 1, "", ""}, ANSWER, ANSWER, 219, ""}};   // two turns, a small index
     for (size_t k = 0; k < COUNT(known); k++) {
         Model model = *random_model(&known[k].shape);
         float *embd = memcpy(need(4 * VOCAB * WIDTH), model.embd.data, 4 * VOCAB * WIDTH);
@@ -1810,7 +1822,11 @@ static void test_guesses(void) {
         Dictation d = {s, answer, PROMPT, 0, 0};
         s->on_chunk = dictate;
         s->ctx = &d;
-        session_generate(s, text, PROMPT, known[k].n_predict, (OnToken){count_id, &d}, &e);
+        if (k == 4) s->n_index = 64;
+        for (int turn = k == 4; turn >= 0; turn--) {
+            d = (Dictation){s, answer + turn, PROMPT, 0, d.passes};
+            session_generate(s, text, PROMPT, known[k].n_predict, (OnToken){count_id, &d}, &e);
+        }
         bool right = d.made == known[k].made && d.passes == known[k].passes;
         CHECK(right && strstr(e.text, known[k].says), "%d in %d, '%s'", d.made, d.passes, e.text);
     }
@@ -1830,12 +1846,17 @@ static void check_nextn(const char *name) {
     REQUIRE(size == (g.n - 1) * n_vocab * sizeof *got, "%s: %zu", name, size);
     for (int k = 0; k < 2; k++) {
         s = open_session(g.m, (Options){.chunk = k ? 7 : 80, .threads = 1 + k, .draft = 1});
-        for (int n = 1; n < g.n; n += k ? 9 : 1) {
+        for (int n = 1; n < g.n; n += k ? 17 : 1) {   // 17: two whole chunks
             MUST(session_eval, s, g.ids, n);
             nextn_follow(s, g.ids, n + 1);
-            nextn_best(s, &(double){1});
-            for (size_t i = 0; i < n_vocab; i++)
-                got[(n - 1) * n_vocab + i] = s->logits[i] * g.m->config.logit_scale;
+            double chance = 0.5, sum = 0;   // of guesses before
+            float *row = got + (n - 1) * n_vocab, scale = g.m->config.logit_scale;
+            int best = nextn_best(s, &chance);
+            for (size_t i = 0; i < n_vocab; i++) row[i] = s->logits[i] * scale;
+            for (size_t i = 0; i < n_vocab; i++) sum += exp(row[i] - row[best]);
+            CHECK(fabs(chance * sum - 0.5) < 1e-5, "%s: a chance of %g", name, chance);
+            REQUIRE(tokens_room(&s->history, n + 1 + FEW), "out of memory");
+            CHECK(draft_ids(s, n + 1, 1) == (chance >= 0.2), "%s: unsure, it guesses", name);
         }
         double error = nmse(got, want, size / sizeof *got);
         CHECK(error <= g.limit, "%s: NMSE of the block %.2g", name, error);
@@ -1849,11 +1870,19 @@ static void check_nextn(const char *name) {
         REQUIRE(tokens_room(&s->history, n + FEW), "out of memory");
         s->history.id[n - 1] = g.ids[n - 1];
         int end = n + draft_ids(s, n, FEW - 1);
+        for (Cache *c = s->cache + g.m->config.n_layer + 1; c < s->cache + s->n_cache; c++)
+            CHECK(c->pos[cache_row(c, n)] == n, "%s: a later block lacks the first guess", name);
         for (line++; *line; n++) {
             int id = strtol(line, &line, 10);
             CHECK(n < end && s->history.id[n] == id, "%s: guess %d is not %d", name, n, id);
         }
     }
+    const Norm *w = &g.m->layers[s->l].out_norm;
+    double sum = 0;
+    ((Model *)g.m)->config.nextn_layer_norm = true;   // Nemotron-H's, of the mean 0
+    nextn_best(s, &(double){1});
+    for (int i = 0; i < w->n; i++) sum += s->normed[i] / w->w[i];
+    CHECK(fabs(sum) < 1e-3, "%s: no LayerNorm", name);
     session_close(s);
 }
 
@@ -1882,6 +1911,51 @@ static Session *agreeing(const Shape *shape, bool wrong, Told *t) {
     return s;
 }
 
+// Blocks see all, unless an array says otherwise, and RoPE turns their heads. What is not known of
+// one leaves it idle.
+#define COHERE EXPERT_KEYS WINDOW_KEYS COHERE_KEYS NEXTN_KEY
+static void check_blocks(void) {
+    static const struct { Odd odd; int n; const char *why; } blocks[] = {
+        {{{"cohere2moe", 4, "1Txs5", COHERE}}, 1, ""},
+        {{{"cohere2moe", 3, "1Txs5", COHERE "attention.sliding_window_pattern=1,1"}}, 1, ""},
+        {{{"llama", 2, "H5", NEXTN_KEY "attention.head_count_kv=0,2"}}, 1, ""},   // wider
+        {{{"llama", 2, "", "block_count=16002 nextn_predict_layers=16000"}}, 0, ""},
+        {{NEXTN, {NULL, NEW_TENSOR, "blk.2.layer_output_norm.weight", 32}}, 1, ""},   // MiMo's
+        {{{"llama", 3, "5", NEXTN_KEY "attention.head_count_kv=2,2"}}, 0, "or one a layer"},
+        {{NEXTN, {NULL, DIM, "blk.2.nextn.eh_proj.weight", 0, 63}}, 0, "want [64,32,1,1]"},
+        {{NEXTN, {NULL, DIM, "blk.2.attn_k.weight", 1, 31}}, 0, "want [32,32,1,1]"},
+        {{NEXTN, {NULL, NO_TENSOR, "blk.2.nextn.hnorm.weight"}}, 0, "hnorm.weight is missing"},
+        {{NEXTN, {NULL, NO_TENSOR, "blk.2.nextn.eh_proj.weight"}}, 0, "2 has no nextn.eh_proj"},
+        {{NEXTN, {NULL, NEW_TENSOR, "blk.2.odd.weight", 8}}, 0, "blk.2.odd.weight: unknown"},
+        {{{"llama", 4, "55", "nextn_predict_layers=2"}, {NULL, NEW_TENSOR, "blk.3.a", 8}}, 1, ".a"},
+        // no block runs without attention or FFN, several times, with an input of its own, in an
+        // encoder, or recurrent (that one alone has experts)
+        {{{"llama", 3, "5Z", NEXTN_KEY "attention.head_count_kv=0,0,0"}}},
+        {{{"llama", 3, "5Y", NEXTN_KEY "feed_forward_length=0"}}},
+        {{{"nanbeige", 3, "T5", NEXTN_KEY "num_loops=2"}}},
+        {{{"gemma4", 5, "tTkzR5", GEMMA4_KEYS NEXTN_KEY "embedding_length_per_layer_input=6"}}},
+        {{{"llama-embed", 3, "5", NEXTN_KEY}}},
+        {{{"nemotron_h_moe", 3, "3Mg1xsr5", ALONE_KEYS EXPERT_KEYS NEXTN_KEY
+           "attention.head_count_kv=0,2,2"}, {NULL, NEW_TENSOR, "blk.2.ffn_norm.weight", 32}}}};
+    for (size_t k = 0; k < COUNT(blocks); k++) {
+        largest = 0;
+        const Model *m = odd_model(&blocks[k].odd);
+        const Layer *w = &m->layers[m->config.n_layer];
+        const char *why = blocks[k].why ? blocks[k].why : "unlike a causal layer";
+        CHECK(m->config.n_nextn == blocks[k].n && strstr(m->nextn_idle.text, why) &&
+              largest < 1 << 20, "%zu: '%s'", k, m->nextn_idle.text);
+        if (!blocks[k].n) continue;
+        Options o = {.window = 50000, .chunk = FEW, .draft = 1, .threads = 1};
+        Session *s = open_session(m, o), block = *s;
+        block.op_scratch = (Arena){0};
+        nextn_forward(&block, 0, NULL, FEW, 0);
+        bool room = block.op_scratch.peak <= s->op_scratch.size && s->k - s->q >= w->q.rows;
+        CHECK(w->rope != ROPE_NONE && !w->window && room, "%zu: a window, or no room", k);
+        o.chunk = 1;
+        CHECK(open_session(m, o)->n_cache == w - m->layers, "-b 1 opens blocks");
+    }
+}
+
 static void test_nextn(void) {
     check_nextn("cohere2moe-mtp");   // behind the norm, experts, side by side
     check_nextn("step35-mtp");       // before the norm, three blocks
@@ -1907,25 +1981,32 @@ static void test_nextn(void) {
             MUST(session_eval, s, ids, 50);
         CHECK(s->cache[1].pos[cache_row(&s->cache[1], 47)] == 47, "a row of the block is missing");
         freed(told.made.id);
+        // it repeats itself: lookup goes first, a hint that may not run does not stop the block
+        memcpy(ids + 50, ids, 5 * sizeof *ids);
+        MUST(session_eval, s, ids, 55);
+        CHECK(s->n_indexed <= 50, "the index is not cut back");
+        s->rest = 0;
+        for (int most = 0; most < 2; most++) {
+            Guesses g = {.most = most, .hint = -1};
+            guess_next(s, &g, 55, -1);
+            CHECK(g.looked_up == most && g.drafted == !most && g.run > 0, "%d guesses", g.run);
+        }
+        s->rest = 9;   // which gives up rows
+        s->nextn_pos = 1;
+        guess_next(s, &(Guesses){.hint = -1}, 55, -1);
+        CHECK(s->nextn_pos == 55 - 32, "rows from %d on are kept", s->nextn_pos);
     }
-    // RoPE turns a block's heads also where no layer in its place would have it
-    Shape turned = {"cohere2moe", 5, "1Txs5", EXPERT_KEYS WINDOW_KEYS COHERE_KEYS
-                    "nextn_predict_layers=1"};
-    const Layer *last = &random_model(&turned)->layers[4];
-    CHECK(last->rope != ROPE_NONE && !last->window && last->joint.data, "a block without RoPE");
-    // what is not known of a block leaves it idle
-    static const struct { const char *keys; Spoil spoil; const char *why; } idle[] = {
-        {"", {NULL}, ""}, {"attention.head_count_kv=2,2", {NULL}, "a number, or one a layer"},
-        {"", {NULL, DIM, "blk.2.nextn.eh_proj.weight", 0, 63}, "want [64,32,1,1]"},
-        {"", {NULL, DIM, "blk.2.attn_k.weight", 1, 31}, "want [32,32,1,1]"},
-        {"", {NULL, NO_TENSOR, "blk.2.nextn.hnorm.weight"}, "hnorm.weight is missing"},
-        {"", {NULL, NEW_TENSOR, "blk.2.odd.weight", 8}, "blk.2.odd.weight: unknown"}};
-    for (size_t k = 0; k < COUNT(idle); k++) {
-        Shape shape = {"llama", 3, "5", text_of("nextn_predict_layers=1 %s", idle[k].keys)};
-        const Model *m = odd_model(&(Odd){shape, idle[k].spoil});
-        CHECK(m->config.n_nextn == !*idle[k].why && strstr(m->nextn_idle.text, idle[k].why),
-              "%zu: '%s'", k, m->nextn_idle.text);
+    static const int paid[][3] = {{2000, 0, 11}, {600, 1, 577}, {50, 0, 15}};
+    Session pays = {.m = random_model(shapes), .n_cache = 2};
+    Guesses one = {.run = 1};
+    for (int k = 0, tries = 0; k < 3; k++, tries = 0) {   // of so many passes, if guesses stand
+        one.stood = paid[k][1];
+        for (int i = 0; i < paid[k][0]; i++) tries += one.drafted = nextn_pays(&pays, &one);
+        CHECK(tries == paid[k][2], "%d tries in %d passes", tries, paid[k][0]);
     }
+    Shape lite = {"deepseek2", 48, "cyxs5", EXPERT_KEYS LATENT_KEYS NEXTN_KEY};
+    CHECK(random_model(&lite)->config.gating == SIGMOID, "47 layers and a block are not 47");
+    check_blocks();
 }
 
 // ---- every architecture ----
@@ -1936,7 +2017,7 @@ static void test_nextn(void) {
 static const Shape SHAPES[] = {
     {"llama", 3, "x", EXPERT_KEYS},
     {"mistral3", 3, "", "attention.temperature_scale=0.1 rope.scaling.original_context_length=8"},
-    {"qwen2", 3, "bT", ""}, {"qwen3", 3, "kT", ""}, {"gemma", 3, "T", ""},
+    {"qwen2", 3, "bT", ""}, {"qwen3", 3, "kT", ""}, {"gemma", 3, "T", ""}, {"qwen2", 3, "f6T", ""},
     {"gemma2", 4, "tT", WINDOW_KEYS}, {"gemma2", 46, "tT", WINDOW_KEYS},
     {"gemma3", 6, "tk", WINDOW_KEYS "rope.scaling.factor=4."}, {"gemma3", 62, "tkT", WINDOW_KEYS},
     {"phi3", 3, "fu", ""}, {"qwen2moe", 3, "bxsS", EXPERT_KEYS}, {"qwen3moe", 3, "kx", EXPERT_KEYS},
@@ -2808,13 +2889,18 @@ static void test_tokenizer_special(void) {
     key_text(&phi, "general.name", "A PHI-3 of ours");
     key_vocab(&phi, "gpt2", "gpt-2", "a,b,<s>,<u>,Ċ,Ġ", "a b");
     key_array(&phi, "tokenizer.ggml.token_type", GGUF_U32, 6, (uint32_t[]){1, 1, 3, 3, 1, 1}, 24);
+    put_keys(&phi, "tokenizer.ggml", "eos_token_ids=1,6,0");
     t = written_tokenizer(&phi);
+    CHECK(strstr(t->note, "has 6, but there are 6 tokens") && token_is_eog(t, 0), "'%s'", t->note);
     const char *got = ids_of(t, "a\n<u> \n\tb<s>\nb", 15, NULL, TOKENS_SPECIAL);
     CHECK(!strcmp(got, "0 4 3 1 2 4 1"), "Phi-3: %s", got);
-    Writer other = {0};   // Ollama calls Gemma 4's `llama`; without its merges it would be one
-    key_vocab(&other, "llama", "gemma4", "a,b,ab,<s>", "a b");
-    put_keys(&other, "tokenizer.ggml", "bos_token_id=3");
-    CHECK(written_tokenizer(&other)->kind == TOKENIZER_BPE, "Gemma 4 by its other name");
+    for (int merges = 0; merges < 2; merges++) {   // Ollama calls Gemma 4's `llama`
+        Writer other = {0};
+        key_vocab(&other, "llama", "gemma4", "a,b,ab,<s>", merges ? "a b" : NULL);
+        put_keys(&other, "tokenizer.ggml", "bos_token_id=3 scores=0,0,0,0");
+        int want = merges ? TOKENIZER_BPE : TOKENIZER_SPM;
+        CHECK(written_tokenizer(&other)->kind == want, "Gemma 4 by its other name, or not");
+    }
     Writer words = {0}, bare = {0};   // white space is no word; without scores the leftmost joins
     key_vocab(&words, "whitespace", "whitespace", "a,b,ab, ,é,é漢,<s>", "a b,é 漢");
     got = ids_of(written_tokenizer(&words), " ab  B é漢\na\n", 14, NULL, TOKENS_ADD);
@@ -2922,6 +3008,8 @@ static void test_tokenizer_linear(void) {
 // What each template must print for the conversation below; «» enclose what is marked, what
 // others than the model wrote. "!" begins what the line of an error must hold.
 static const struct { const char *text, *want; } TEMPLATES[] = {
+    {"{{ [1, 2, 3][-5] is defined }}{{ ''|int(7) }}{{ ''|float(7) }}{{ [{'a': 1, 'b': 1}, {'a': 1}]"
+     "|unique(attribute='a')|list|length }}", "False771"},
     {"a\r\nb{# #}\n", "a\nb"}, {"a {%- if 1 -%} b {%+ endif +%}\nc {{- 1 -}} d", "ab \nc1d"},
     {"  {% if 1 %}\n  x\n  {% endif %}\ny {# #}\n {{ 1 }}\n.", "  x\ny  1\n."},   // trims
     {"{% set x = 1 %}{% for i in [1] %}"
@@ -3390,7 +3478,8 @@ static void test_cli_wishes(void) {
               "note: key llama.rope.scaling.yarn_beta_slow is not used\n"
               "note: a nextn \\(MTP\\) block, [^\n]*: tensor mtp.fc.weight: unknown\nprefill");
     check_llm("llm $G/nemotron_h_moe.gguf --info", 0,
-              "\nnextn \\(MTP\\) blocks: 1, of 0.1 MB, guess ids below 128\n", "");
+              "\nnextn \\(MTP\\) blocks: 1, of 0.1 MB, guess ids below 128\n.*KV cache 0.5 MB", "");
+    check_llm("llm $G/nemotron_h_moe.gguf --info -n 0", 0, "KV cache 0.3 MB", "");   // not opened
     check_llm("llm $G/cohere2moe-base-*1-*2.gguf --tokens 1 -n 1", 0, "",
               "^note: key cohere2moe.rope.freq_base_swa is not used\nprefill");
     write_ids(&ranks, "ranks.gguf", "attention.odd=1 pooling_type=4 expert_shared_count=0");
