@@ -6631,14 +6631,14 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
 #elif defined(__SSE2__)
 #include <emmintrin.h>
 enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };
-INLINE vi dot_bytes(vi sum, vi w, vi x) {   // products of bytes 0 and 2, then of 1 and 3
+INLINE vi dot_bytes(vi sum, vi w, vi x) {   // bytes as words: numbers 0 and 2, then 1 and 3
     __m128i a = (__m128i)w, b = (__m128i)x, even = _mm_slli_epi16(b, 8);
     even = _mm_madd_epi16(_mm_srai_epi16(_mm_slli_epi16(a, 8), 8), _mm_srai_epi16(even, 8));
     return sum + (vi)even + (vi)_mm_madd_epi16(_mm_srai_epi16(a, 8), _mm_srai_epi16(b, 8));
 }
 #else
 enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };
-static vi dot_bytes(vi sum, vi w, vi x) {   // no INLINE: gcc would take minutes
+static vi dot_bytes(vi sum, vi w, vi x) {   // not inlined, because gcc would take minutes
     UNROLL for (int left = 24; left >= 0; left -= 8)   // >> 24 leaves a byte with its sign
         sum += (w << left >> 24) * (x << left >> 24);
     return sum;
@@ -6777,8 +6777,8 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int toke
     }
 }
 
-// Sums lanes of LANES rows at once, because that costs as much as 256 weights. sums [n][LANES] keep
-// the rows' vectors until row i fills them or is the last. Tokens of out lie `step` floats apart.
+// Writes the sums of the lanes of sums [n][LANES], LANES rows at once because that costs as much as
+// 256 weights. Tokens of out lie `step` floats apart. Inlined, it would take long to compile.
 static __attribute__((noinline)) void put_sums(vf sums[][LANES], int n, int rows, float *out,
                                                size_t step) {
     for (int t = 0; t < n; t++, out += step) {
@@ -6802,7 +6802,7 @@ INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_A
     bool pairs = LANES == 4 && tokens == 1 && f->bias == 8 && !rest;
     for (; r < end; r += LANES) {
         int i = 0, rows = smaller(end - r, LANES);
-        if (rows < LANES) memset(sums, 0, sizeof sums);
+        if (rows < LANES) memset(sums, 0, sizeof sums);   // put_sums reads all
         for (; pairs && i + 1 < rows; i += 2, b += step * bytes) {
             vf sum[2][1][2] = {{{{0}}}};
             for (int64_t k = 0; k < step; k++, b += bytes) {
@@ -6837,13 +6837,14 @@ INLINE void float_matvec(vf load(const void *), int size, int n, MATVEC_ARGS) {
     int64_t cols = job->w->cols, count;
     const uint8_t *w = weight_at(job->w, r, 0);
     vf sums[FEW][LANES];
-    uint8_t last[4 * STEP];      // the end of a row, with zeros behind
-    float edge[FEW][STEP];       // and its activations
-    if (cols % STEP) memset(last, 0, sizeof last), memset(edge, 0, sizeof edge);
+    uint8_t last[4 * STEP];    // the end of a row, with zeros behind
+    float edge[FEW][STEP];     // and its activations
+    if (cols % STEP) memset(last, 0, sizeof last);
+    if (cols % STEP) memset(edge, 0, sizeof edge);
     bool pairs = LANES == 4 && n == 1 && cols % STEP == 0;   // two rows share the loads of x
     for (; r < end; r += LANES) {
         int i = 0, rows = smaller(end - r, LANES);
-        if (rows < LANES) memset(sums, 0, sizeof sums);
+        if (rows < LANES) memset(sums, 0, sizeof sums);   // put_sums reads all
         for (; pairs && i + 1 < rows; i += 2, w += cols * size) {
             vf sum[2][4] = {{{0}}};
             for (int64_t k = 0; k < cols; k += STEP, w += STEP * size) {
