@@ -38,13 +38,13 @@ run: llm
 	./llm golden/story.gguf "Once upon a time" -n 200 --temp 0.8 --top-k 40 --top-p 0.95 \
 	    --repeat-penalty 1.1 --seed $(SEED)
 
-# Each build of the tests covers other code: this CPU's SIMD, plain C, Part I's plain engine, then
+# Each build of the tests covers other code: this CPU's SIMD, any CPU's, Part I's plain engine, then
 # with it quant.h's four codes in a word, tiles and a ring as on NVIDIA's GPUs, and SIMD under
 # checkers, which name lines if -g1. valgrind knows no AVX-512, and takes long for multiply-adds:
 # there are none. A build without Part V's fast loops takes a fifth of the time of the others, and
 # test_asan a third, because its decoders are not inlined.
 test_native: FLAGS = $(NATIVE) $(CFLAGS)
-test_plain: FLAGS = -O1 -DQUANT_PLAIN
+test_plain: FLAGS = -O1
 test_words: FLAGS = -O1 -DLLM_PLAIN -DQUANT_WORDS $(if $(METAL),,-DLARGE_TILES)
 test_book: FLAGS = -O2 -DLLM_PLAIN
 test_avx2: FLAGS = -g1 -O2 -ffp-contract=off $(AVX2)
