@@ -6840,14 +6840,14 @@ INLINE vi dot_bytes(vi sum, vi w, vi x) {
 #elif defined(__SSE2__)
 #include <emmintrin.h>
 enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };
-INLINE vi dot_bytes(vi sum, vi w, vi x) {   // products of bytes 0 and 2, then of 1 and 3
+INLINE vi dot_bytes(vi sum, vi w, vi x) {   // bytes as words: numbers 0 and 2, then 1 and 3
     __m128i a = (__m128i)w, b = (__m128i)x, even = _mm_slli_epi16(b, 8);
     even = _mm_madd_epi16(_mm_srai_epi16(_mm_slli_epi16(a, 8), 8), _mm_srai_epi16(even, 8));
     return sum + (vi)even + (vi)_mm_madd_epi16(_mm_srai_epi16(a, 8), _mm_srai_epi16(b, 8));
 }
 #else
 enum { CODE_BIAS = 0, PAIRS = 0, INT8_TILE = 0 };
-static vi dot_bytes(vi sum, vi w, vi x) {   // no INLINE: gcc would take minutes
+static vi dot_bytes(vi sum, vi w, vi x) {   // not inlined, because gcc would take minutes
     UNROLL for (int left = 24; left >= 0; left -= 8)   // >> 24 leaves a byte with its sign
         sum += (w << left >> 24) * (x << left >> 24);
     return sum;
@@ -6986,18 +6986,14 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int toke
     }
 }
 
-// Sums lanes of LANES rows at once, because that costs as much as 256 weights. sums [n][LANES] keep
-// the rows' vectors until row i fills them or is the last. Tokens of out lie `step` floats apart.
-static __attribute__((noinline)) void put_rows(vf sums[][LANES], int n, int last, float *out,
+// Writes the sums of the lanes of sums [n][LANES], LANES rows at once because that costs as much as
+// 256 weights. Tokens of out lie `step` floats apart. Inlined, it would take long to compile.
+static __attribute__((noinline)) void put_sums(vf sums[][LANES], int n, int rows, float *out,
                                                size_t step) {
     for (int t = 0; t < n; t++, out += step) {
         vf sum = sum_each(sums[t]);
-        memcpy(out, &sum, (last + 1) * sizeof *out);
+        memcpy(out, &sum, rows * sizeof *out);
     }
-}
-INLINE void put_sums(vf sums[][LANES], int n, int64_t i, int64_t rows, float *out, size_t step) {
-    int last = i % LANES;
-    if (last + 1 == LANES || i + 1 == rows) put_rows(sums, n, last, out + i - last, step);
 }
 
 // `tokens`, job->n or more, is a constant, so that sums stay in registers; the last token repeats.
@@ -7007,37 +7003,39 @@ INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_A
     int64_t whole = cols / 256, rest = cols % 256 * bytes / 256;
     const uint8_t *b = weight_at(job->w, r, 0);
     const TokenActs *acts[FEW];
-    vf sums[FEW][LANES] = {{{0}}};
-    uint8_t last[512] = {0};   // the weights that end a row, with zeros behind
+    vf sums[FEW][LANES];
+    uint8_t last[512];   // the weights that end a row, with zeros behind
+    if (rest) memset(last, 0, sizeof last);
     for (int t = 0; t < tokens; t++) acts[t] = (const TokenActs *)x + smaller(t, n - 1) * step;
-    int64_t i = 0;
     // With four lanes two rows of q4_0, whose decoder leaves registers free, share the loads of x.
-    bool pairs = LANES == 4 && tokens == 1 && f->bias == 8 && cols % 256 == 0;
-    for (; pairs && i + 1 < end - r; i += 2, b += step * bytes) {
-        vf sum[2][1][2] = {{{{0}}}};
-        for (int64_t k = 0; k < step; k++, b += bytes) {
-            const uint8_t *rows[2] = {b, b + step * bytes};
-            UNROLL for (int j = 0; j < 2; j++) prefetch_ahead(rows[j], bytes);
-            UNROLL for (int j = 0; j < 2; j++) dot256(decode, f, rows[j], 1, acts, k, sum[j]);
+    bool pairs = LANES == 4 && tokens == 1 && f->bias == 8 && !rest;
+    for (; r < end; r += LANES) {
+        int i = 0, rows = smaller(end - r, LANES);
+        if (rows < LANES) memset(sums, 0, sizeof sums);   // put_sums reads all
+        for (; pairs && i + 1 < rows; i += 2, b += step * bytes) {
+            vf sum[2][1][2] = {{{{0}}}};
+            for (int64_t k = 0; k < step; k++, b += bytes) {
+                const uint8_t *two[2] = {b, b + step * bytes};
+                UNROLL for (int j = 0; j < 2; j++) prefetch_ahead(two[j], bytes);
+                UNROLL for (int j = 0; j < 2; j++) dot256(decode, f, two[j], 1, acts, k, sum[j]);
+            }
+            UNROLL for (int j = 0; j < 2; j++)
+                sums[0][i + j] = sum[j][0][0] - sum[j][0][1] * (float)f->bias;
         }
-        UNROLL for (int j = 0; j < 2; j++) {
-            sums[0][(i + j) % LANES] = sum[j][0][0] - sum[j][0][1] * (float)f->bias;
-            put_sums(sums, 1, i + j, end - r, job->out + r, 0);
-        }
-    }
-    for (; i < end - r; i++) {
-        vf sum[FEW][2] = {{{0}}};
-        const uint8_t *from = b;
-        if (rest) memcpy(last, b + whole * bytes, rest);
-        for (int64_t k = 0, stop = whole; k < step; stop = step, from = last)
-            for (; k < stop; k++, from += bytes) {
+        for (; i < rows; i++) {
+            vf sum[FEW][2] = {{{0}}};
+            const uint8_t *from = b;
+            if (rest) memcpy(last, b + whole * bytes, rest);
+            for (int64_t k = 0; k < step; k++, from += bytes) {
+                if (k == whole) from = last;
                 prefetch_ahead(from, bytes);
                 dot256(decode, f, from, tokens, acts, k, sum);
             }
-        b += whole * bytes + rest;
-        UNROLL for (int t = 0; t < tokens; t++)
-            sums[t][i % LANES] = sum[t][0] + sum[t][1] * (f->bias ? -(float)f->bias : 1);
-        put_sums(sums, n, i, end - r, job->out + r, output_step(job->w));
+            b += whole * bytes + rest;
+            UNROLL for (int t = 0; t < tokens; t++)
+                sums[t][i] = sum[t][0] + sum[t][1] * (f->bias ? -(float)f->bias : 1);
+        }
+        put_sums(sums, n, rows, job->out + r, output_step(job->w));
     }
 }
 
@@ -7047,49 +7045,52 @@ INLINE void float_matvec(vf load(const void *), int size, int n, MATVEC_ARGS) {
     enum { STEP = 8 * LANES };
     int64_t cols = job->w->cols, count;
     const uint8_t *w = weight_at(job->w, r, 0);
-    vf sums[FEW][LANES] = {{{0}}};
-    uint8_t last[4 * STEP] = {0};      // the end of a row, with zeros behind
-    float edge[FEW][STEP] = {{0}};     // and its activations
-    int64_t i = 0;
+    vf sums[FEW][LANES];
+    uint8_t last[4 * STEP];    // the end of a row, with zeros behind
+    float edge[FEW][STEP];     // and its activations
+    if (cols % STEP) memset(last, 0, sizeof last);
+    if (cols % STEP) memset(edge, 0, sizeof edge);
     bool pairs = LANES == 4 && n == 1 && cols % STEP == 0;   // two rows share the loads of x
-    for (; pairs && i + 1 < end - r; i += 2, w += cols * size) {
-        vf sum[2][4] = {{{0}}};
-        for (int64_t k = 0; k < cols; k += STEP, w += STEP * size) {
-            const uint8_t *rows[2] = {w, w + cols * size};
-            UNROLL for (int j = 0; j < 2; j++) prefetch_ahead(rows[j], STEP * size);
-            UNROLL for (int j = 0; j < 8; j++) {
-                vf y = load_f32((const float *)x + k + j * LANES);
-                sum[0][j % 4] += load(rows[0] + j * LANES * size) * y;
-                sum[1][j % 4] += load(rows[1] + j * LANES * size) * y;
+    for (; r < end; r += LANES) {
+        int i = 0, rows = smaller(end - r, LANES);
+        if (rows < LANES) memset(sums, 0, sizeof sums);   // put_sums reads all
+        for (; pairs && i + 1 < rows; i += 2, w += cols * size) {
+            vf sum[2][4] = {{{0}}};
+            for (int64_t k = 0; k < cols; k += STEP, w += STEP * size) {
+                const uint8_t *two[2] = {w, w + cols * size};
+                UNROLL for (int j = 0; j < 2; j++) prefetch_ahead(two[j], STEP * size);
+                UNROLL for (int j = 0; j < 8; j++) {
+                    vf y = load_f32((const float *)x + k + j * LANES);
+                    sum[0][j % 4] += load(two[0] + j * LANES * size) * y;
+                    sum[1][j % 4] += load(two[1] + j * LANES * size) * y;
+                }
             }
+            UNROLL for (int j = 0; j < 2; j++)
+                sums[0][i + j] = (sum[j][0] + sum[j][1]) + (sum[j][2] + sum[j][3]);
         }
-        UNROLL for (int j = 0; j < 2; j++) {
-            sums[0][(i + j) % LANES] = (sum[j][0] + sum[j][1]) + (sum[j][2] + sum[j][3]);
-            put_sums(sums, 1, i + j, end - r, job->out + r, 0);
-        }
-    }
-    for (; i < end - r; i++) {
-        vf sum[FEW][4] = {{{0}}}, weights[8];
-        for (int64_t k = 0; k < cols; k += STEP, w += count * size) {
-            const float *y = (const float *)x + k;
-            const uint8_t *from = w;
-            size_t step = input_step(job->w);
-            count = smaller(cols - k, STEP);
-            prefetch_ahead(w, STEP * size);
-            if (count < STEP) {
-                for (int t = 0; t < n; t++) memcpy(edge[t], y + t * step, count * sizeof *y);
-                from = memcpy(last, w, count * size);
-                y = edge[0];
-                step = STEP;
+        for (; i < rows; i++) {
+            vf sum[FEW][4] = {{{0}}}, weights[8];
+            for (int64_t k = 0; k < cols; k += STEP, w += count * size) {
+                const float *y = (const float *)x + k;
+                const uint8_t *from = w;
+                size_t step = input_step(job->w);
+                count = smaller(cols - k, STEP);
+                prefetch_ahead(w, STEP * size);
+                if (count < STEP) {
+                    for (int t = 0; t < n; t++) memcpy(edge[t], y + t * step, count * sizeof *y);
+                    from = memcpy(last, w, count * size);
+                    y = edge[0];
+                    step = STEP;
+                }
+                UNROLL for (int j = 0; j < 8; j++) weights[j] = load(from + j * LANES * size);
+                for (int t = 0; t < n; t++, y += step)
+                    UNROLL for (int j = 0; j < 8; j++)
+                        sum[t][j % 4] += weights[j] * load_f32(y + j * LANES);
             }
-            UNROLL for (int j = 0; j < 8; j++) weights[j] = load(from + j * LANES * size);
-            for (int t = 0; t < n; t++, y += step)
-                UNROLL for (int j = 0; j < 8; j++)
-                    sum[t][j % 4] += weights[j] * load_f32(y + j * LANES);
+            for (int t = 0; t < n; t++)
+                sums[t][i] = (sum[t][0] + sum[t][1]) + (sum[t][2] + sum[t][3]);
         }
-        for (int t = 0; t < n; t++)
-            sums[t][i % LANES] = (sum[t][0] + sum[t][1]) + (sum[t][2] + sum[t][3]);
-        put_sums(sums, n, i, end - r, job->out + r, output_step(job->w));
+        put_sums(sums, n, rows, job->out + r, output_step(job->w));
     }
 }
 

@@ -483,7 +483,7 @@ QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *b
                                 int size) {
     return quant_join(quant_u64(p + block[0] + byte[0]), quant_u64(p + block[1] + byte[1]));
 }
-// no QUANT_INLINE: gcc would take minutes
+// not inlined, because gcc would take minutes
 static __attribute__((noinline, unused)) quant_v quant_pick(quant_v v, quant_v at) {
     quant_v to = {0};
     for (int i = 0; i < 16; i++) to[i] = v[at[i]];
@@ -547,7 +547,12 @@ QUANT_INLINE quant_v quant_where(const uint32_t *w, int j, int n) {
         at[t] = (uint64_t)((j / 8 + t) / n % 4 + t % 2 * 8) * one;
         bits[t] = bit;
     }
-    return (quant_v)((quant_pick((quant_v)x, (quant_v)at) & (quant_v)bits) == (quant_v)bits);
+#if defined(QUANT_X86) || defined(QUANT_NEON)
+    x = (quant_w)quant_pick((quant_v)x, (quant_v)at);
+#else   // a product is faster than a pick of bytes one by one
+    QUANT_UNROLL for (int t = 0; t < QUANT_EIGHTS; t++) x[t] = (x[t] >> at[t] % 8 * 8 & 255) * one;
+#endif
+    return (quant_v)(((quant_v)x & (quant_v)bits) == (quant_v)bits);
 }
 QUANT_INLINE quant_v quant_take(const uint32_t *w, int bits, int j, int n) {
     quant_w x = {0};                                                // 8 fields in each element
