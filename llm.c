@@ -8392,13 +8392,16 @@ static bool generate_guessing(Session *s, const int32_t *ids, int n, int n_predi
 // bytes that grow by doubling; behind them stands a NUL, unless n was made smaller
 typedef struct { char *s; size_t n, room; } Text;
 
-// the line that a user types, while chat_listen reads it
+// the message that a user types, while chat_listen reads it
 typedef struct {
-    size_t from;                     // where it begins in `said`, behind lines that it goes on
-    int screen, rows;                // where it is shown; rows kept free for it below its first one
+    size_t from, at;                 // bytes of `said` that stay; where the cursor is
+    size_t seen, entry;              // bytes on the screen; which of cli->typed it is
+    int width, height, fold;         // of a page; columns of the screen
+    int top, row;                    // rows above the page; the cursor's, from there
+    bool anew, shown;                // all is to be shown anew; anything is shown
     int next;                        // a key that was read ahead, or NONE
-    bool terminal, edits;            // the input is a terminal; llm edits the line, key by key
-    bool cut, done;                  // the terminal has cut a line; nothing more is to be read
+    bool terminal, edits, pasted;    // the input is a terminal; llm edits; a paste has begun
+    bool cut, done, left;            // the terminal has cut a line; it is over; and so is the chat
 } Line;
 
 // all of one call of the program
@@ -8412,7 +8415,7 @@ typedef struct {
     Tokens bench;                    // P and N
     Options o;
     // What it takes to answer: main sets the first two lines, run the others, step by step.
-    bool dumb, dims;                 // a terminal takes no escape sequences; it dims thoughts
+    bool tty, dumb, dims;            // a terminal; takes no escape sequences; dims thoughts
     int failure;                     // the exit code if something fails
     Error e;
     Model m;
@@ -8424,7 +8427,8 @@ typedef struct {
     // One answer: chat_ids and reply begin it, print_token adds to it.
     Detokenizer detokenizer;
     Text answer;                     // in a chat
-    bool thinking, header;           // it is in its thoughts, or in the name of a channel
+    const char *thinking;            // what ends the thoughts that it is in, or NULL
+    bool header;                     // it is in the name of a channel
     double began;                    // when the first token came; 0: not yet
     // Statistics of all answers: tokens of prompts, of these found in the cache; new ones, of these
     // evaluated, in so many passes; seconds before and after first ones.
@@ -8434,7 +8438,9 @@ typedef struct {
     // A chat: chat_open begins it, run_chat goes on with it.
     ChatMessage *message;            // [n_message], each owns its content
     size_t n_message;
-    Text said, last;                 // what the user types, said before
+    Text said, shown, killed;        // what the user types; a part of it; what was cut out
+    Text typed[100];                 // before
+    size_t n_typed;                  // so far: place n_typed % 100 has a draft
     Line line;
     bool outgrown;                   // the chat is longer than its window
 } Cli;
@@ -8443,24 +8449,28 @@ typedef struct {
 // and then this is 0 again. From LEAVE on, which is two of them, the chat ends.
 enum { STOP = 1, LEAVE = 2 };
 static volatile sig_atomic_t interrupted;
-static volatile sig_atomic_t dimmed, edited;   // thoughts are, a line is: signals undo it
+static volatile sig_atomic_t dimmed, edited, marked;   // thoughts, a line, pastes: signals undo it
 static struct termios own_mode;   // of the terminal, where no line is edited
+static int screen;                // the terminal that shows the line
 
 static void terminal_undo(void) {   // by write, and not into a terminal that nobody reads
-    bool ready = dimmed && poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, 100) > 0;
-    if (ready) (void)!write(STDOUT_FILENO, "\033[0m", 4);
+    struct pollfd to = {dimmed ? STDOUT_FILENO : screen, POLLOUT, 0};
+    bool ready = (dimmed || marked) && poll(&to, 1, 100) > 0;
+    if (ready) (void)!write(to.fd, dimmed ? "\033[0m" : "\033[?2004l", dimmed ? 4 : 8);
     if (edited) tcsetattr(STDIN_FILENO, TCSANOW, &own_mode);
-    dimmed = edited = 0;
+    dimmed = edited = marked = 0;
 }
 
-// SIGTERM and SIGHUP, where a line is edited, end the chat. SIGCONT only ends a wait. The others do
-// what they do by default, once the terminal is as it was.
+// SIGTERM and SIGHUP, where a line is edited, end the chat. SIGCONT and SIGWINCH only end a wait;
+// behind the first the mode is a shell's. The others do what they do by default, once the terminal
+// is as it was.
 static void on_signal(int sig) {
     struct sigaction caught;
     int error = errno;
     if (sig == SIGINT) interrupted += STOP;
     else if (edited && (sig == SIGTERM || sig == SIGHUP)) interrupted += LEAVE;
-    else if (sig != SIGCONT) {
+    else if (sig == SIGCONT) edited = 0;
+    else if (sig != SIGWINCH) {
         terminal_undo();
         sigaction(sig, &(struct sigaction){.sa_handler = SIG_DFL}, &caught);
         raise(sig);
@@ -8699,6 +8709,8 @@ static bool read_file(Cli *cli, const char *path, Text *t) {
     return ok;
 }
 
+static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
+
 // Text that a user gives must be UTF-8; the library itself takes any bytes.
 static bool check_utf8(Cli *cli, const Text *t) {
     for (size_t i = 0, used; i < t->n; i += used) {
@@ -8818,13 +8830,17 @@ static bool chat_render(Cli *cli, const ChatMessage *m, size_t n, int think, Ren
                            think, r, &cli->e);
 }
 
-// makes a text the system message, in place of an earlier one, unless the template refuses it
-static bool chat_system(Cli *cli, Text *t) {
-    ChatMessage trial[] = {{str("system"), {t->s, t->n}}, {str("user"), str("Hello")}};
-    bool had = chat_has_system(cli);
-    Rendered r;
-    bool ok = chat_render(cli, trial, 2, -1, &r) && chat_add(cli, str("system"), t);
+// Makes a text, or what @FILE holds, the system message, in place of an earlier one, unless the
+// template refuses it.
+static bool chat_system(Cli *cli, const char *text) {
+    Text t = {0};
+    Rendered r = {0};
+    bool had = chat_has_system(cli), ok = *text == '@' ? read_file(cli, text + 1, &t)
+                                                       : text_add(cli, &t, text, strlen(text));
+    ChatMessage trial[] = {{str("system"), {t.s, t.n}}, {str("user"), str("Hello")}};
+    ok = ok && chat_render(cli, trial, 2, -1, &r) && chat_add(cli, str("system"), &t);
     rendered_free(&r);
+    free(t.s);
     if (!ok) return false;
     ChatMessage *m = cli->message, last = m[--cli->n_message];
     if (had) free((char *)m[0].content.s);
@@ -8853,11 +8869,13 @@ static bool chat_ids(Cli *cli) {
     for (size_t i = 0; ok && i < COUNT(THOUGHTS); i++) {
         size_t open = strlen(THOUGHTS[i].open);
         if (!text_ends(&(Text){r.text, n, 0}, THOUGHTS[i].open) || r.mark[n - 1]) continue;
+        cli->thinking = THOUGHTS[i].close;
         ok = text_add(cli, &cli->answer, r.text + n - open, r.n - n + open);
     }
     rendered_free(&r);
     if (cli->answer.n) str_cut(&begun, cli->answer.s);
     if (begun.n) cli->answer.n = 0;
+    if (!cli->answer.n) cli->thinking = NULL;
     if (cli->render) fwrite(begun.s, 1, begun.n, stdout);
     else ok = ok && tokenize(t, begun.s, begun.n, NULL, TOKENS_SPECIAL, ids, &cli->e);
     // the tokenizer puts a space behind special tokens that is no part of the answer
@@ -8868,15 +8886,12 @@ static bool chat_ids(Cli *cli) {
 
 // adds the messages that the command line gives; for one answer or --render, renders them
 static bool chat_open(Cli *cli) {
-    const char *system = cli->system;
     ChatMessage trial = {str("user"), str("Hello")};
     Rendered off = {0}, on = {0};
     if (!cli->template.n)
         return fail(&cli->e, "%s: no chat template; --template FILE reads one", cli->model);
     if (cli->text.s && !chat_read(cli)) return false;
-    bool ok = !system || (*system == '@' ? read_file(cli, system + 1, &cli->said)
-                                         : text_add(cli, &cli->said, system, strlen(system)));
-    if (!ok || (system && !chat_system(cli, &cli->said))) return false;
+    if (cli->system && !chat_system(cli, cli->system)) return false;
     if (cli->think && chat_render(cli, &trial, 1, 0, &off) &&
         chat_render(cli, &trial, 1, 1, &on) && !strcmp(on.text, off.text))
         note("the chat template has no switch for --think");
@@ -8886,154 +8901,316 @@ static bool chat_open(Cli *cli) {
 }
 
 // A terminal gives one line at a time, cuts it at 4,095 bytes, and hides it until Enter. So llm
-// reads single keys and edits the line itself. The terminal has its own mode again before the model
-// answers, before llm stops, and at the end. A paste of "one\ntwo\r\n" is one message: behind \n
-// typed_enter waits PASTE ms for more; `t` comes, and is left in line.next; `said` is "one\n" now,
-// and the next line begins there. \r\n it takes for one end of a line, and waits in vain.
+// reads single keys and edits the message itself. The terminal has its own mode again before the
+// model answers, before llm stops, and at the end. Most terminals mark a paste, in which Enter only
+// begins a line. A paste without marks, such as "one\ntwo\r\n", is one message, too: behind \n
+// typed_enter waits PASTE ms for more; `t` comes, and is left in line.next. \r\n ends one line.
 
 enum { TERMINAL_LINE = 4095, PASTE = 50, NONE = -2 };   // bytes; ms: nobody types faster; no key
-enum { CTRL_C = 3, CTRL_D = 4, CTRL_U = 21, CTRL_W = 23, CTRL_Z = 26, ESCAPE = 27, DELETE = 127 };
+enum { CTRL_C = 3, CTRL_D = 4, CTRL_Z = 26, ESCAPE = 27, DELETE = 127 };
 
-static bool terminal_set(bool edit) {
+// What a key does. To add one: a row; for a new deed also a case in typed_key.
+enum { GO, ERASE, KILL, YANK, RECALL, NEWLINE, CLEAR, MARK };   // KILL erases for YANK
+enum { BACK = -1, ON = 1 };                                     // ... before or behind the cursor
+enum { CHARACTER, WORD, BLANKS, LINE };                         // ... as far as the next of these
+static const struct { const char *keys; int does, way, place; } EDITS[] = {
+    {"\2 \33[D \33OD", GO, BACK, CHARACTER},            // Ctrl-B, Left
+    {"\6 \33[C \33OC", GO, ON, CHARACTER},              // Ctrl-F, Right
+    {"\33b \33[1;5D \33[1;3D", GO, BACK, WORD},         // Alt-B, Ctrl-Left, Alt-Left
+    {"\33f \33[1;5C \33[1;3C", GO, ON, WORD},           // Alt-F, Ctrl-Right, Alt-Right
+    {"\1 \33[H \33OH \33[1~ \33[7~", GO, BACK, LINE},   // Ctrl-A, Home
+    {"\5 \33[F \33OF \33[4~ \33[8~", GO, ON, LINE},     // Ctrl-E, End
+    {"\b \177", ERASE, BACK, CHARACTER},                // Backspace
+    {"\4 \33[3~", ERASE, ON, CHARACTER},                // Ctrl-D, Delete
+    {"\25", KILL, BACK, LINE}, {"\13", KILL, ON, LINE},                // Ctrl-U, Ctrl-K
+    {"\27", KILL, BACK, BLANKS}, {"\33\177 \33\b", KILL, BACK, WORD},  // Ctrl-W, Alt-Backspace
+    {"\33d", KILL, ON, WORD}, {"\31", YANK, ON, 0},                    // Alt-D, Ctrl-Y
+    {"\20 \33[A \33OA", RECALL, BACK, 0}, {"\16 \33[B \33OB", RECALL, ON, 0},   // Ctrl-P, Up; -N
+    {"\33\r \33\n", NEWLINE, ON, 0}, {"\14", CLEAR, ON, 0},            // Alt-Enter, Ctrl-L
+    {"\33[200~", MARK, ON, 0}, {"\33[201~", MARK, BACK, 0},            // a paste begins, ends
+};
+
+static bool terminal_edit(void) {
     struct termios mode = own_mode;
-    if (edit) mode.c_iflag &= ~ICRNL;
-    if (edit) mode.c_lflag &= ~(ICANON | ECHO | ISIG | IEXTEN);
-    edited = true;
-    bool ok = !tcsetattr(STDIN_FILENO, TCSANOW, &mode);
-    edited = edit;
-    return ok;
+    mode.c_iflag &= ~ICRNL;
+    mode.c_lflag &= ~(ICANON | ECHO | ISIG | IEXTEN);
+    edited = true;   // also while it begins
+    edited = !tcsetattr(STDIN_FILENO, TCSANOW, &mode);
+    return edited;
 }
 
-// Lets llm edit the line. False: something was typed ahead, or the input is no terminal.
+static int input_within(int ms) {   // 1: something can be read; 0: nothing; -1: a signal came
+    return poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, ms);
+}
+
+// Lets llm edit the message. False: something was typed ahead, or the input is no terminal.
 static bool edit_begins(void) {
     tcdrain(STDIN_FILENO);   // stops a background job until fg: the mode is a shell's till then
-    bool ahead = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 0) > 0;
-    return !ahead && !tcgetattr(STDIN_FILENO, &own_mode) && terminal_set(true);
+    return input_within(0) < 1 && !tcgetattr(STDIN_FILENO, &own_mode) && terminal_edit();
 }
 
 // the next byte of the input within ms (-1: no limit); EOF at its end; NONE: none came, or a signal
 static int next_byte(int ms) {
     uint8_t c;
     int n;   // a signal that comes shortly before poll does not end it
-    do n = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, ms < 0 ? 500 : ms);
+    do n = input_within(ms < 0 ? 500 : ms);
     while (n == 0 && ms < 0 && !interrupted);
     if (n < 1) return NONE;
     return read(STDIN_FILENO, &c, 1) == 1 ? c : EOF;
 }
 
-// Shows the character that was typed, or all of the line anew. How wide they are the terminal alone
-// knows, but no character has more cells than bytes. Before the line can wrap, rows below it are
-// made free: once the screen scrolls, ESC 8 no longer finds what ESC 7 has saved.
-static void show_line(Cli *cli, bool anew) {
-    Line *line = &cli->line;
+// Is byte i a part of the character before it, or does its character stand on that one?
+static bool joins(const Text *t, size_t i) {
+    size_t used;
+    uint32_t c = utf8_decode(t->s + i, t->n - i, &used);
+    bool accent = unicode_classes(c) & CLASS('M') || (c >= 0x1F3FB && c < 0x1F400);   // or a skin
+    bool joined = c == 0x200D || (i > 2 && !memcmp(t->s + i - 3, "\u200D", 3));
+    return accent || joined || (t->s[i] & 0xC0) == 0x80;
+}
+
+// the next place of a kind, before or behind the cursor
+static size_t reach(const Cli *cli, int way, int place) {
     const Text *said = &cli->said;
+    size_t at = cli->line.at, end = way < 0 ? cli->line.from : said->n;
+    for (bool there = at == end; !there && (at += way) != end;) {
+        char passed = said->s[way < 0 ? at : at - 1], next = said->s[way < 0 ? at - 1 : at];
+        if (place == CHARACTER) there = !joins(said, at);
+        if (place == WORD) there = in_name(passed) && !in_name(next);
+        if (place == BLANKS) there = !isspace((uint8_t)passed) && isspace((uint8_t)next);
+        if (place == LINE) there = next == '\n';
+    }
+    return at;
+}
+
+// how many cells of the screen a character takes, at most: the terminal alone knows
+static int cells(uint32_t c) {
+    if (c == '\n' || c == 0x200D || (c >= 0x300 && c < 0x370)) return 0;   // joined, or an accent
+    bool narrow = (c < 0x2300 && c >> 8 != 0x11) || c - 0xFF61 < 0x7F;
+    return narrow ? 1 : 2;
+}
+
+// Shows the message from byte `from` to byte `to`, as far as it is on the page, and returns the row
+// of `to`. "> " begins a line, a blank stands for a control character. A row ends where the next
+// character may not fit: so no terminal wraps it. Only a resized one has folded it meanwhile.
+static int show_text(Cli *cli, size_t from, size_t to) {
+    const Text *said = &cli->said;
+    const Line *line = &cli->line;
+    Text *shown = &cli->shown;   // all at once: nothing flickers
+    int row = 0, column = 2;
+    shown->n = 0;
+    for (size_t i = line->from, used; i < said->n; i += used) {
+        uint32_t c = utf8_decode(said->s + i, said->n - i, &used);
+        bool wraps = column + cells(c) > line->width, begins = c == '\n' && i < to;
+        if (wraps || begins) row += 1 + (column - 1) / line->fold;
+        if (wraps || begins) column = wraps ? 0 : 2;
+        bool visible = i >= from && row >= line->top && row - line->top < line->height;
+        if (visible && (wraps || begins) && row > line->top) text_add(cli, shown, "\n", 1);
+        if (i >= to) break;
+        if (visible && begins) text_add(cli, shown, "> ", 2);
+        else if (visible && is_control(c)) text_add(cli, shown, " ", 1);
+        else if (visible) text_add(cli, shown, said->s + i, used);
+        column += cells(c);
+    }
+    if (shown->n) dprintf(screen, "%.*s", (int)shown->n, shown->s);
+    return row + (column - 1) / line->fold;
+}
+
+static void show_home(const Cli *cli, int up) {   // takes the cursor to where the page begins
+    for (; up > 0; up--) dprintf(screen, "\033[A");
+    dprintf(screen, cli->line.top ? "\r" : "\r> ");
+}
+
+// Brings the screen up to date: shows what was added at the end, or the page with the cursor anew,
+// and then the text before the cursor once more: that takes it to its place, however wide that is.
+static void show_line(Cli *cli) {
+    Line *line = &cli->line;
+    size_t n = cli->said.n;
     struct winsize size;
-    if (!(own_mode.c_lflag & ECHO)) return;   // Emacs shows what it sends
-    if (ioctl(line->screen, TIOCGWINSZ, &size) || size.ws_col < 2)
+    if (!line->shown) return;
+    if (ioctl(screen, TIOCGWINSZ, &size) || size.ws_col < 8 || size.ws_row < 2)
         size = (struct winsize){.ws_row = 24, .ws_col = 80};
-    int width = size.ws_col - 1, rows = 0;
-    size_t from = said->n - 1;
-    if (!cli->dumb) rows = fmin((2 + said->n - line->from) / width, size.ws_row - 1);
-    bool grows = rows > line->rows;
-    if (grows || anew) {
-        if (line->rows) dprintf(line->screen, "\0338\033[J");
-        else dprintf(line->screen, "\r%*s\r", width, "");
-        for (int i = 0; grows && i < rows; i++) dprintf(line->screen, "\n");
-        if (grows) dprintf(line->screen, "\033[%dA\0337", rows);
-        line->rows = larger(line->rows, rows);
-        dprintf(line->screen, "> ");
-        from = line->from;
+    line->fold = cli->dumb ? size.ws_col - 1 : size.ws_col;
+    line->height = cli->dumb ? 1 : size.ws_row - 1;
+    if (line->width && line->width != line->fold) {
+        line->row = show_text(cli, n, line->at);
+        line->anew = true;
     }
-    for (const char *c = said->s + from; c < said->s + said->n; c++)
-        dprintf(line->screen, "%c", (uint8_t)*c < ' ' ? ' ' : *c);
+    line->width = line->fold;
+    if (line->done && show_text(cli, n, n) > 0) {   // its top may scroll away, terminals wrap it
+        line->width = line->height = INT_MAX;
+        line->anew = true;
+    }
+    int row = show_text(cli, n, line->at), top = fmax(row - line->height + 1, 0);
+    if (line->anew || top != line->top) {
+        line->top = top;
+        if (cli->dumb) dprintf(screen, "\r%*s", line->fold, "");
+        show_home(cli, line->row);
+        if (!cli->dumb) dprintf(screen, "\033[J");
+        int last = show_text(cli, line->from, n);
+        if (line->at < n) {
+            show_home(cli, smaller(last - top, line->height - 1));
+            show_text(cli, line->from, line->at);
+        }
+    } else show_text(cli, line->seen, n);
+    line->row = row - top;
+    line->seen = n;
+    line->anew = false;
 }
 
-// Reads what a key sends behind ESC, as [1;5A. The arrow up, [A or OA, brings back what was said.
-static bool typed_escape(Cli *cli) {
-    int brackets = 0, key;
-    while ((key = next_byte(PASTE)) > 0 && strchr("\033[O;0123456789", key))
-        if (key == '[' || key == 'O') brackets++;
-    for (int left = key > 0 ? utf8_length(key) : 1; left > 1; left--) next_byte(PASTE);
-    if (key != 'A' || brackets != 1 || !cli->last.n) return true;
-    cli->said.n = cli->line.from;
-    return text_add(cli, &cli->said, cli->last.s, cli->last.n);
+static void show_end(Cli *cli) {   // takes the cursor behind the message
+    Line *line = &cli->line;
+    if (line->at < cli->said.n) line->anew = true;
+    line->at = cli->said.n;
+    show_line(cli);
 }
 
-// Obeys a key that is no text. It may erase a character, a word or all of the line.
-static bool typed_control(Cli *cli, int key) {
+// Asks for a message in a row of its own. From now on a terminal marks pastes.
+static void show_prompt(Cli *cli) {
+    Line *line = &cli->line;
+    line->width = line->row = line->top = 0;
+    line->seen = line->from;
+    line->anew = cli->said.n > line->from;
+    line->shown = line->edits && own_mode.c_lflag & ECHO;   // Emacs shows what it sends
+    marked = line->shown && !cli->dumb;
+    dprintf(screen, marked ? "> \033[?2004h" : "> ");
+}
+
+// Puts text in place of a part of the message. The cursor goes behind it.
+static bool replace(Cli *cli, size_t from, size_t to, const char *s, size_t n) {
     Text *said = &cli->said;
-    bool erases = key == '\b' || key == DELETE || key == CTRL_U || key == CTRL_W;
-    while (erases && said->n > cli->line.from) {
-        while (--said->n > cli->line.from && (said->s[said->n] & 0xC0) == 0x80) {}
-        erases = key == CTRL_U || (key == CTRL_W && !text_ends(said, " "));
-    }
-    bool ok = key != ESCAPE || typed_escape(cli);
-    show_line(cli, true);
-    return ok;
+    size_t rest = said->n - to;
+    if (!text_add(cli, said, s, n)) return false;   // for the room
+    memmove(said->s + from + n, said->s + to, rest);
+    if (n) memcpy(said->s + from, s, n);
+    said->n = from + n + rest;
+    said->s[said->n] = 0;
+    cli->line.at = from + n;
+    if (to > from || rest) cli->line.anew = true;
+    return true;
 }
 
-// Ends a line. The message goes on if that ends in a backslash, or if more comes at once.
+static bool keep(Cli *cli, Text *t, const char *s, size_t n) {   // what was cut out, or typed
+    t->n = 0;
+    return text_add(cli, t, s, n);
+}
+
+// Brings back an earlier message, or a later one. What is left, a draft too, is kept as it is now.
+static bool recall(Cli *cli, int way) {
+    enum { MOST = COUNT(cli->typed) };
+    const Text *said = &cli->said;
+    size_t from = cli->line.from, left = cli->line.entry, entry = left + way;
+    if (entry > cli->n_typed || entry + MOST <= cli->n_typed) return true;
+    if (!keep(cli, &cli->typed[left % MOST], said->s + from, said->n - from)) return false;
+    cli->line.entry = entry;
+    return replace(cli, from, said->n, cli->typed[entry % MOST].s, cli->typed[entry % MOST].n);
+}
+
+// Obeys a key that is no text: a control character, or ESC and what comes with it, as [1;5D.
+static bool typed_key(Cli *cli, int key) {
+    Text *said = &cli->said;
+    Line *line = &cli->line;
+    char keys[16];
+    size_t n = 0, k = 0;
+    do keys[n++] = key;
+    while (key && strchr("\33[O;0123456789", key) && n < 16 && (key = next_byte(PASTE)) > 0);
+    for (int left = key > 0 ? utf8_length(key) : 1; left > 1; left--) next_byte(PASTE);
+    while (k < COUNT(EDITS) && !is((Str){keys, n}, EDITS[k].keys)) k++;
+    if (k == COUNT(EDITS) || (line->pasted && EDITS[k].does != MARK)) return true;
+    size_t at = line->at, to = reach(cli, EDITS[k].way, EDITS[k].place);
+    size_t left = smaller(at, to), right = larger(at, to);
+    switch (EDITS[k].does) {
+        case GO: line->at = to; break;
+        case KILL:
+            if (!keep(cli, &cli->killed, said->s + left, right - left)) return false;
+            // fall through
+        case ERASE: return replace(cli, left, right, "", 0);
+        case YANK: return replace(cli, at, at, cli->killed.s, cli->killed.n);
+        case RECALL: return recall(cli, EDITS[k].way);
+        case NEWLINE: return replace(cli, at, at, "\n", 1);
+        case MARK: line->pasted = EDITS[k].way == ON; return true;
+        case CLEAR:
+            if (!cli->dumb) dprintf(screen, "\033[H\033[2J");
+            if (!cli->dumb) show_prompt(cli);
+    }
+    line->anew = true;
+    return true;
+}
+
+// Ends a line. The message goes on behind a backslash, in a paste, or if more comes at once.
 static bool typed_enter(Cli *cli, int key) {
     Text *said = &cli->said;
     Line *line = &cli->line;
     if (line->edits) line->next = next_byte(PASTE);
     if (key == '\r' && line->next == '\n') line->next = next_byte(PASTE);
     if (line->terminal && !line->edits && said->n - line->from >= TERMINAL_LINE) line->cut = true;
-    if (text_ends(said, "\r")) said->n--;
-    bool goes_on = said->n > line->from && text_ends(said, "\\");
-    if (goes_on) said->n--;
-    if (line->edits && own_mode.c_lflag & ECHO) dprintf(line->screen, "\n");
-    if (goes_on && !line->edits) line->edits = edit_begins();
-    if (line->terminal && goes_on && line->next <= 0) dprintf(line->screen, "> ");
-    line->done = !goes_on && line->next <= 0;
-    bool ok = line->done || text_add(cli, said, "\n", 1);
+    if (!line->edits && text_ends(said, "\r")) line->at = --said->n;
+    size_t from = line->at;
+    bool goes_on = from > line->from && said->s[from - 1] == '\\' && !line->pasted;
+    if (goes_on) from--;
+    line->done = !goes_on && line->next <= 0 && !line->pasted;
+    if (!line->done && !replace(cli, from, line->at, "\n", 1)) return false;
+    if (line->edits) return true;
     line->from = said->n;
-    line->rows = 0;
-    return ok;
+    if (goes_on) line->edits = edit_begins();
+    if (line->terminal && goes_on && line->next <= 0) show_prompt(cli);
+    return true;
+}
+
+// Obeys a byte of the input: a part of the text, or a key that edits it or ends it. The first
+// Ctrl-C drops a message that is half typed.
+static bool typed(Cli *cli, int key) {
+    Text *said = &cli->said;
+    Line *line = &cli->line;
+    bool edits = line->edits, half = edits && said->n;
+    bool control = edits && key >= 0 && key != '\t' && (key < ' ' || key == DELETE);
+    if (edits && key == CTRL_C) interrupted += STOP;
+    line->left = key == EOF || (edits && key == CTRL_D && !half) ||
+                 interrupted >= (half ? LEAVE : STOP);
+    if (line->left || (half && interrupted)) line->done = true;
+    else if (key == '\n' || (edits && key == '\r')) return typed_enter(cli, key);
+    else if (edits && key == CTRL_Z) {
+        show_end(cli);
+        terminal_undo();
+        kill(0, SIGTSTP);
+    } else if (control) return typed_key(cli, key);
+    else if (key != NONE && !replace(cli, line->at, line->at, &(char){key}, 1)) return false;
+    if (!edits && said->n == 3 && text_ends(said, "\xEF\xBB\xBF")) line->at = said->n = 0;
+    return true;
 }
 
 // Reads what the user says next into cli->said: a line, and what goes on with it behind a backslash
-// or comes at once, as a paste does. False at the end of the input, or if cli->e says what failed.
+// or comes at once, as a paste does; nothing if Ctrl-C drops it. False at the end of the input, or
+// if cli->e says what failed.
 static bool chat_listen(Cli *cli) {
-    Text *said = &cli->said;
+    Text *said = &cli->said, *typed_now = &cli->typed[cli->n_typed % COUNT(cli->typed)];
     Line *line = &cli->line;
-    bool ok = true;
-    *line = (Line){.screen = STDIN_FILENO, .next = NONE, .terminal = isatty(STDIN_FILENO)};
-    if (isatty(STDOUT_FILENO)) line->screen = STDOUT_FILENO;
-    if (isatty(STDERR_FILENO)) line->screen = STDERR_FILENO;
-    line->edits = edit_begins();
+    *line = (Line){.next = NONE, .entry = cli->n_typed, .terminal = isatty(STDIN_FILENO)};
+    screen = isatty(STDOUT_FILENO) ? STDOUT_FILENO : STDIN_FILENO;
+    if (isatty(STDERR_FILENO)) screen = STDERR_FILENO;
     said->n = 0;
-    if (line->terminal) dprintf(line->screen, "> ");
+    bool ok = text_add(cli, said, "", 0);
+    line->edits = edited || edit_begins();
+    if (line->terminal) show_prompt(cli);
     while (ok && !line->done) {
-        int key = line->next > 0 ? line->next : next_byte(-1);
-        bool edits = line->edits, half = edits && said->n;   // there is something to drop
-        bool control = edits && key != '\t' && (key < ' ' || key == DELETE);
-        line->next = NONE;
-        if (edits && key == CTRL_C) interrupted += STOP;
-        bool leaves = interrupted >= (half ? LEAVE : STOP);
-        if (leaves || key == EOF || (edits && key == CTRL_D && !said->n)) {
-            ok = !leaves && said->n;   // a last line may have no newline
-            line->done = true;
-            if (line->terminal) dprintf(line->screen, "\n");
-        } else if (key == '\n' || (edits && key == '\r')) ok = typed_enter(cli, key);
-        else if (edits && (interrupted || key == NONE || key == CTRL_Z)) {
-            // Ctrl-C drops the message; behind it, Ctrl-Z or another signal a new row is begun
-            if (key == CTRL_Z) kill(0, SIGTSTP);
-            if (interrupted) said->n = line->from = interrupted = 0;
-            terminal_set(true);
-            dprintf(line->screen, "\n> ");
-            line->rows = 0;
-            if (said->n > line->from) show_line(cli, true);
-        } else if (control) ok = typed_control(cli, key);
-        else if (key != NONE) {
-            ok = text_add(cli, said, &(char){key}, 1);
-            if (edits) show_line(cli, false);
-            else if (said->n == 3 && text_ends(said, "\xEF\xBB\xBF")) said->n = 0;   // a BOM
+        if (line->edits && !edited) {   // llm was stopped, and goes on
+            terminal_edit();
+            dprintf(screen, "\n");
+            show_prompt(cli);
         }
+        if (line->next <= 0 && input_within(0) < 1) show_line(cli);
+        int key = line->next > 0 ? line->next : next_byte(-1);
+        line->next = NONE;
+        ok = typed(cli, key);
     }
-    if (line->edits) terminal_set(false);
+    show_end(cli);
+    if (line->terminal && (line->shown || line->left || interrupted)) dprintf(screen, "\n");
+    while (line->edits && text_ends(said, "\n")) said->n--;   // a paste's last one
     if (line->cut) fputs("llm: the terminal cut this line: it is not sent\n", stderr);
-    if (line->cut) said->n = 0;
+    if (line->cut || interrupted) said->n = 0;
+    if (!line->left) interrupted = 0;
+    if (!ok || line->left || said->n) terminal_undo();   // else more is typed in the same mode
+    if (ok && line->edits && said->n) ok = keep(cli, typed_now, said->s, said->n) && ++cli->n_typed;
+    if (line->left && !said->n) return false;   // else a last line had no newline
     return ok && text_add(cli, said, "", 0);
 }
 
@@ -9086,13 +9263,13 @@ static double token_bytes(const Session *s, int pos) {
     return sum;
 }
 
-// Adds a byte to the answer of a chat, and follows whether thoughts begin or end there.
-static bool answer_add(Cli *cli, char byte) {
+// Adds a character to the answer of a chat, and follows whether thoughts begin or end there.
+static bool answer_add(Cli *cli, const char *s, size_t n) {
     Text *answer = &cli->answer;
-    if (!text_add(cli, answer, &byte, 1)) return false;
+    if (!text_add(cli, answer, s, n)) return false;
     for (size_t i = 0; i < COUNT(THOUGHTS); i++) {
-        if (text_ends(answer, THOUGHTS[i].open)) cli->thinking = true;
-        if (text_ends(answer, THOUGHTS[i].close)) cli->thinking = false;
+        if (text_ends(answer, THOUGHTS[i].open)) cli->thinking = THOUGHTS[i].close;
+        if (text_ends(answer, THOUGHTS[i].close)) cli->thinking = NULL;
     }
     if (text_ends(answer, FINAL)) {
         if (cli->dims && answer->n > strlen(FINAL)) putchar('\n');   // behind thoughts
@@ -9108,7 +9285,6 @@ static bool print_token(void *ctx, int32_t id) {
     if (!cli->began) {
         cli->began = now();
         cli->header = false;
-        cli->thinking = cli->answer.n > 0;   // the template has opened its thoughts
         if (!cli->dims && cli->answer.n) fwrite(cli->answer.s, 1, cli->answer.n, stdout);
     }
     if (!t->kind) printf(cli->n_new ? " %d" : "%d", id);   // the file has no tokenizer
@@ -9123,15 +9299,17 @@ static bool print_token(void *ctx, int32_t id) {
     else if (cli->n_message && control)
         shown = is(name, "<think> </think> [THINK] [/THINK] <|channel> <channel|> "
                          "<seed:think> </seed:think>");
-    for (; ok && s.n > 0; s = str_from(s, 1)) {
-        if (cli->dims && dimmed != cli->thinking) {
+    for (size_t used; ok && s.n > 0; s = str_from(s, used)) {
+        uint32_t c = utf8_decode(s.s, s.n, &used);
+        bool obeyed = cli->tty && is_control(c) && c != '\n' && c != '\t', thinks = cli->thinking;
+        if (cli->dims && dimmed != thinks) {
             dimmed = true;   // a moment too long rather than too short
-            fputs(cli->thinking ? "\033[2m" : "\033[0m", stdout);
+            fputs(thinks ? "\033[2m" : "\033[0m", stdout);
             fflush(stdout);
-            dimmed = cli->thinking;
+            dimmed = thinks;
         }
-        if (shown) putchar(*s.s);
-        if (cli->n_message) ok = answer_add(cli, *s.s);
+        if (shown) printf("%.*s", (int)used, obeyed ? " " : s.s);
+        if (cli->n_message) ok = answer_add(cli, s.s, used);
     }
     if (cli->thinking || is(name, "<|message|> <channel|>")) cli->header = false;
     fflush(stdout);
@@ -9258,7 +9436,10 @@ static void print_notes(const Cli *cli) {
 static bool chat_answer(Cli *cli) {
     Text *a = &cli->answer;
     const Session *s = &cli->s;
+    size_t n_new = cli->n_new;
     bool ok = chat_ids(cli) && (reply(cli) || interrupted == STOP);
+    bool dropped = interrupted == STOP && cli->n_new == n_new;   // before it began
+    if (dropped) note("what was said is dropped");
     bool outgrown = cli->m.config.hd && !s->o.keep && s->history.n > (size_t)s->o.window;
     if (outgrown && !cli->outgrown)
         note("the chat's beginning, a system message first, goes out of sight now; --keep N pins "
@@ -9266,8 +9447,9 @@ static bool chat_answer(Cli *cli) {
     cli->outgrown = outgrown;
     if (interrupted == STOP) interrupted = cli->e.text[0] = 0;
     if (a->n && strstr(a->s, "<|channel|>")) a->n = 0;   // gpt-oss has only thought
-    ok = ok && chat_add(cli, str("assistant"), a);
-    if (!ok) chat_clear(cli, cli->n_message - 1);
+    else if (cli->thinking) ok = ok && text_add(cli, a, cli->thinking, strlen(cli->thinking));
+    ok = ok && (dropped || chat_add(cli, str("assistant"), a));
+    if (!ok || dropped) chat_clear(cli, cli->n_message - 1);
     return ok;
 }
 
@@ -9282,15 +9464,15 @@ static bool run_chat(Cli *cli) {
         cli->e.text[0] = 0;
         if (!chat_listen(cli)) return !cli->e.text[0];
         if (!said->n) continue;
-        Str word = {said->s, strcspn(said->s, " ")};
+        Str word = {said->s, strcspn(said->s, " \n")};
         const char *value = word.s + word.n + strspn(word.s + word.n, " ");
-        if (!is(word, "/system /reset /stats /save /quit /exit /bye /help")) {   // for the model
-            cli->last.n = 0;
-            ok = text_add(cli, &cli->last, said->s, said->n) && chat_add(cli, str("user"), said) &&
-                 chat_answer(cli);
+        size_t n_name = 1;
+        while (isalpha((uint8_t)word.s[n_name])) n_name++;
+        bool mistyped = *word.s == '/' && n_name > 1 && n_name == word.n && !*value;
+        if (!is(word, "/system /reset /stats /save /quit /exit /bye /help") && !mistyped) {
+            ok = chat_add(cli, str("user"), said) && chat_answer(cli);
         } else if (str_eq(word, "/system") && *value) {
-            said->n = 0;
-            ok = text_add(cli, said, value, strlen(value)) && chat_system(cli, said);
+            ok = chat_system(cli, value);
         } else if (str_eq(word, "/save") && *value) {
             while (isspace((uint8_t)said->s[said->n - 1])) said->s[--said->n] = 0;
             ok = chat_save(cli, value) ||
@@ -9298,8 +9480,9 @@ static bool run_chat(Cli *cli) {
         } else if (is(word, "/quit /exit /bye") && !*value) return true;
         else if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
         else if (str_eq(word, "/stats") && !*value) print_statistics(cli);
-        else fputs("/system TEXT, /reset, /stats, /save FILE, /quit, /help; a line that ends in "
-                   "\\ goes on; Ctrl-C stops an answer\n", stderr);
+        else fputs("/system TEXT or @FILE, /reset, /stats, /save FILE, /quit, /help; a blank "
+                   "before / sends it;\na line goes on behind \\ or Alt-Enter; Ctrl-C stops an "
+                   "answer\n", stderr);
     }
     return ok;
 }
@@ -9451,8 +9634,7 @@ static void print_str(Str s, size_t most) {
     size_t used;
     for (size_t i = 0; i < s.n && i < most; i += used) {
         uint32_t c = utf8_decode(s.s + i, s.n - i, &used);
-        bool control = c < ' ' || (c >= 127 && c < 160);
-        if (utf8_valid(c, used) && !control) printf("%.*s", (int)used, s.s + i);
+        if (utf8_valid(c, used) && !is_control(c)) printf("%.*s", (int)used, s.s + i);
         else putchar(' ');
     }
     if (s.n > most) printf("...");
@@ -9649,7 +9831,7 @@ int main(int argc, char **argv) {
     Cli cli = {.failure = 2, .n_predict = -2, .o.draft = FEW - 1,   // -2: not given
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
-    static const int signals[] = {SIGHUP, SIGQUIT, SIGTERM, SIGTSTP, SIGCONT};
+    static const int signals[] = {SIGHUP, SIGQUIT, SIGTERM, SIGTSTP, SIGCONT, SIGWINCH};
     struct sigaction caught = {.sa_handler = on_signal, .sa_flags = SA_RESTART | SA_NODEFER};
     for (size_t i = 0; i < COUNT(signals); i++)   // what is ignored, as by nohup or &, stays so
         if (signal(signals[i], SIG_IGN) != SIG_IGN) sigaction(signals[i], &caught, NULL);
@@ -9658,7 +9840,8 @@ int main(int argc, char **argv) {
     signal(SIGXFSZ, SIG_IGN);   // a file that may not grow is an error of the write
     const char *term = getenv("TERM"), *plain = getenv("NO_COLOR");
     cli.dumb = term && !strcmp(term, "dumb");
-    cli.dims = isatty(STDOUT_FILENO) && !cli.dumb && !(plain && *plain);
+    cli.tty = isatty(STDOUT_FILENO);
+    cli.dims = cli.tty && !cli.dumb && !(plain && *plain);
     bool ok = parse_options(&cli, argc, argv) && run(&cli);
     if (ok && (fflush(stdout) || ferror(stdout)))
         ok = fail(&cli.e, "standard output: %s", strerror(errno));
@@ -9668,9 +9851,12 @@ int main(int argc, char **argv) {
     session_close(&cli.s);
     model_close(&cli.m);
     chat_clear(&cli, 0);
-    void *owned[] = {cli.message, cli.said.s, cli.last.s, cli.answer.s, cli.template.s, cli.text.s,
+    void *owned[] = {cli.message, cli.said.s, cli.shown.s, cli.killed.s,
+                     cli.answer.s, cli.template.s, cli.text.s,
                      cli.ids.id, cli.bench.id, cli.work};
     for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
+    for (size_t i = 0; i < COUNT(cli.typed); i++) free(cli.typed[i].s);
+    if (interrupted && signal(SIGINT, SIG_DFL) != SIG_IGN) raise(SIGINT);   // ends loops, too
     if (interrupted) return 130;
     return ok ? 0 : cli.failure;
 }
