@@ -8394,14 +8394,13 @@ typedef struct { char *s; size_t n, room; } Text;
 
 // the message that a user types, while chat_listen reads it
 typedef struct {
-    size_t from, at;                 // bytes of `said` that stay; where the cursor is
-    size_t seen, entry;              // bytes on the screen; which of cli->typed it is
-    int width, height, fold;         // of a page; columns of the screen
-    int top, row;                    // rows above the page; the cursor's, from there
-    bool anew, shown;                // all is to be shown anew; anything is shown
+    size_t from, at, seen, entry;    // bytes that stay, before the cursor, on the screen; in `typed`
+    int width, height, fold;         // of the page; what the screen's width may have become
+    int top, row;                    // how many rows are above the page; the cursor's on it
     int next;                        // a key that was read ahead, or NONE
-    bool terminal, edits, pasted;    // the input is a terminal; llm edits; a paste has begun
-    bool cut, done, left;            // the terminal has cut a line; it is over; and so is the chat
+    bool shown, anew, pasted;        // anything is; all must be; a paste has begun
+    bool terminal, edits;            // the input is a terminal; llm edits the line, key by key
+    bool cut, done;                  // the terminal has cut a line; nothing more is to be read
 } Line;
 
 // all of one call of the program
@@ -8902,33 +8901,30 @@ static bool chat_open(Cli *cli) {
 
 // A terminal gives one line at a time, cuts it at 4,095 bytes, and hides it until Enter. So llm
 // reads single keys and edits the message itself. The terminal has its own mode again before the
-// model answers, before llm stops, and at the end. Most terminals mark a paste, in which Enter only
-// begins a line. A paste without marks, such as "one\ntwo\r\n", is one message, too: behind \n
-// typed_enter waits PASTE ms for more; `t` comes, and is left in line.next. \r\n ends one line.
+// model answers, before llm stops, and at the end. Most terminals mark a paste, and there Enter
+// begins a line. Without marks, "one\ntwo\r\n" is one message, too: behind \n typed_enter waits
+// PASTE ms for more; `t` comes, and is left in line.next. \r\n it takes for one end of a line.
 
 enum { TERMINAL_LINE = 4095, PASTE = 50, NONE = -2 };   // bytes; ms: nobody types faster; no key
-enum { CTRL_C = 3, CTRL_D = 4, CTRL_Z = 26, ESCAPE = 27, DELETE = 127 };
+enum { CTRL_C = 3, CTRL_D = 4, ESCAPE = 27, DELETE = 127 };
 
-// What a key does. To add one: a row; for a new deed also a case in typed_key.
-enum { GO, ERASE, KILL, YANK, RECALL, NEWLINE, CLEAR, MARK };   // KILL erases for YANK
-enum { BACK = -1, ON = 1 };                                     // ... before or behind the cursor
-enum { CHARACTER, WORD, BLANKS, LINE };                         // ... as far as the next of these
+// What keys do, which way, and as far as the next of what: to add one takes a row. KILL erases what
+// YANK brings back, RECALL brings back an earlier message. BLANKS: all words end at them.
+enum { GO, ERASE, KILL, YANK, RECALL, NEWLINE, CLEAR, MARK, SUSPEND };
+enum { BACK = -1, ON = 1 };
+enum { CHARACTER, WORD, BLANKS, LINE };
 static const struct { const char *keys; int does, way, place; } EDITS[] = {
-    {"\2 \33[D \33OD", GO, BACK, CHARACTER},            // Ctrl-B, Left
-    {"\6 \33[C \33OC", GO, ON, CHARACTER},              // Ctrl-F, Right
+    {"\2 \33[D \33OD", GO, BACK, CHARACTER}, {"\6 \33[C \33OC", GO, ON, CHARACTER},   // ^B, ^F
     {"\33b \33[1;5D \33[1;3D", GO, BACK, WORD},         // Alt-B, Ctrl-Left, Alt-Left
     {"\33f \33[1;5C \33[1;3C", GO, ON, WORD},           // Alt-F, Ctrl-Right, Alt-Right
-    {"\1 \33[H \33OH \33[1~ \33[7~", GO, BACK, LINE},   // Ctrl-A, Home
-    {"\5 \33[F \33OF \33[4~ \33[8~", GO, ON, LINE},     // Ctrl-E, End
-    {"\b \177", ERASE, BACK, CHARACTER},                // Backspace
-    {"\4 \33[3~", ERASE, ON, CHARACTER},                // Ctrl-D, Delete
-    {"\25", KILL, BACK, LINE}, {"\13", KILL, ON, LINE},                // Ctrl-U, Ctrl-K
-    {"\27", KILL, BACK, BLANKS}, {"\33\177 \33\b", KILL, BACK, WORD},  // Ctrl-W, Alt-Backspace
-    {"\33d", KILL, ON, WORD}, {"\31", YANK, ON, 0},                    // Alt-D, Ctrl-Y
-    {"\20 \33[A \33OA", RECALL, BACK, 0}, {"\16 \33[B \33OB", RECALL, ON, 0},   // Ctrl-P, Up; -N
-    {"\33\r \33\n", NEWLINE, ON, 0}, {"\14", CLEAR, ON, 0},            // Alt-Enter, Ctrl-L
-    {"\33[200~", MARK, ON, 0}, {"\33[201~", MARK, BACK, 0},            // a paste begins, ends
-};
+    {"\1 \33[H \33OH \33[1~ \33[7~", GO, BACK, LINE},   // ^A, Home
+    {"\5 \33[F \33OF \33[4~ \33[8~", GO, ON, LINE},     // ^E, End
+    {"\b \177", ERASE, BACK, CHARACTER}, {"\4 \33[3~", ERASE, ON, CHARACTER},   // ^D, Delete
+    {"\25", KILL, BACK, LINE}, {"\13", KILL, ON, LINE}, {"\27", KILL, BACK, BLANKS},   // ^U, ^K, ^W
+    {"\33\177 \33\b", KILL, BACK, WORD}, {"\33d", KILL, ON, WORD},   // Alt-Backspace, Alt-D
+    {"\20 \33[A \33OA", RECALL, BACK, 0}, {"\16 \33[B \33OB", RECALL, ON, 0},   // ^P, Up, ^N, Down
+    {"\31", YANK, ON, 0}, {"\14", CLEAR, ON, 0}, {"\33\r \33\n", NEWLINE, ON, 0},   // Alt-Enter
+    {"\33[200~", MARK, ON, 0}, {"\33[201~", MARK, BACK, 0}, {"\32", SUSPEND, ON, 0}};   // ^Z
 
 static bool terminal_edit(void) {
     struct termios mode = own_mode;
@@ -9000,13 +8996,13 @@ static int show_text(Cli *cli, size_t from, size_t to) {
     shown->n = 0;
     for (size_t i = line->from, used; i < said->n; i += used) {
         uint32_t c = utf8_decode(said->s + i, said->n - i, &used);
-        bool wraps = column + cells(c) > line->width, begins = c == '\n' && i < to;
-        if (wraps || begins) row += 1 + (column - 1) / line->fold;
-        if (wraps || begins) column = wraps ? 0 : 2;
+        bool wraps = column + cells(c) > line->width, begins = wraps || (c == '\n' && i < to);
+        if (begins) row += 1 + (column - 1) / line->fold;
+        if (begins) column = wraps ? 0 : 2;
         bool visible = i >= from && row >= line->top && row - line->top < line->height;
-        if (visible && (wraps || begins) && row > line->top) text_add(cli, shown, "\n", 1);
+        if (visible && begins && row > line->top) text_add(cli, shown, "\n", 1);
         if (i >= to) break;
-        if (visible && begins) text_add(cli, shown, "> ", 2);
+        if (visible && c == '\n') text_add(cli, shown, "> ", 2);
         else if (visible && is_control(c)) text_add(cli, shown, " ", 1);
         else if (visible) text_add(cli, shown, said->s + i, used);
         column += cells(c);
@@ -9029,21 +9025,19 @@ static void show_line(Cli *cli) {
     if (!line->shown) return;
     if (ioctl(screen, TIOCGWINSZ, &size) || size.ws_col < 8 || size.ws_row < 2)
         size = (struct winsize){.ws_row = 24, .ws_col = 80};
-    line->fold = cli->dumb ? size.ws_col - 1 : size.ws_col;
+    int width = size.ws_col - cli->dumb;
+    line->fold = width;
     line->height = cli->dumb ? 1 : size.ws_row - 1;
-    if (line->width && line->width != line->fold) {
-        line->row = show_text(cli, n, line->at);
+    if (line->done && show_text(cli, n, n) > 0) line->fold = line->height = INT_MAX;   // all of it
+    if (line->seen > line->from && line->width != line->fold) {
+        line->row = show_text(cli, n, line->at) - line->top;
         line->anew = true;
     }
     line->width = line->fold;
-    if (line->done && show_text(cli, n, n) > 0) {   // its top may scroll away, terminals wrap it
-        line->width = line->height = INT_MAX;
-        line->anew = true;
-    }
     int row = show_text(cli, n, line->at), top = fmax(row - line->height + 1, 0);
     if (line->anew || top != line->top) {
         line->top = top;
-        if (cli->dumb) dprintf(screen, "\r%*s", line->fold, "");
+        if (cli->dumb) dprintf(screen, "\r%*s", width, "");
         show_home(cli, line->row);
         if (!cli->dumb) dprintf(screen, "\033[J");
         int last = show_text(cli, line->from, n);
@@ -9057,17 +9051,12 @@ static void show_line(Cli *cli) {
     line->anew = false;
 }
 
-static void show_end(Cli *cli) {   // takes the cursor behind the message
-    Line *line = &cli->line;
-    if (line->at < cli->said.n) line->anew = true;
-    line->at = cli->said.n;
-    show_line(cli);
-}
-
 // Asks for a message in a row of its own. From now on a terminal marks pastes.
 static void show_prompt(Cli *cli) {
     Line *line = &cli->line;
-    line->width = line->row = line->top = 0;
+    screen = isatty(STDOUT_FILENO) ? STDOUT_FILENO : STDIN_FILENO;
+    if (isatty(STDERR_FILENO)) screen = STDERR_FILENO;
+    line->row = line->top = 0;
     line->seen = line->from;
     line->anew = cli->said.n > line->from;
     line->shown = line->edits && own_mode.c_lflag & ECHO;   // Emacs shows what it sends
@@ -9118,6 +9107,7 @@ static bool typed_key(Cli *cli, int key) {
     if (k == COUNT(EDITS) || (line->pasted && EDITS[k].does != MARK)) return true;
     size_t at = line->at, to = reach(cli, EDITS[k].way, EDITS[k].place);
     size_t left = smaller(at, to), right = larger(at, to);
+    line->anew = true;
     switch (EDITS[k].does) {
         case GO: line->at = to; break;
         case KILL:
@@ -9127,12 +9117,17 @@ static bool typed_key(Cli *cli, int key) {
         case YANK: return replace(cli, at, at, cli->killed.s, cli->killed.n);
         case RECALL: return recall(cli, EDITS[k].way);
         case NEWLINE: return replace(cli, at, at, "\n", 1);
-        case MARK: line->pasted = EDITS[k].way == ON; return true;
+        case MARK: line->pasted = EDITS[k].way == ON; break;
         case CLEAR:
             if (!cli->dumb) dprintf(screen, "\033[H\033[2J");
-            if (!cli->dumb) show_prompt(cli);
+            line->row = 0;
+            break;
+        case SUSPEND:
+            line->at = said->n;
+            show_line(cli);
+            terminal_undo();
+            kill(0, SIGTSTP);
     }
-    line->anew = true;
     return true;
 }
 
@@ -9152,43 +9147,17 @@ static bool typed_enter(Cli *cli, int key) {
     if (line->edits) return true;
     line->from = said->n;
     if (goes_on) line->edits = edit_begins();
-    if (line->terminal && goes_on && line->next <= 0) show_prompt(cli);
-    return true;
-}
-
-// Obeys a byte of the input: a part of the text, or a key that edits it or ends it. The first
-// Ctrl-C drops a message that is half typed.
-static bool typed(Cli *cli, int key) {
-    Text *said = &cli->said;
-    Line *line = &cli->line;
-    bool edits = line->edits, half = edits && said->n;
-    bool control = edits && key >= 0 && key != '\t' && (key < ' ' || key == DELETE);
-    if (edits && key == CTRL_C) interrupted += STOP;
-    line->left = key == EOF || (edits && key == CTRL_D && !half) ||
-                 interrupted >= (half ? LEAVE : STOP);
-    if (line->left || (half && interrupted)) line->done = true;
-    else if (key == '\n' || (edits && key == '\r')) return typed_enter(cli, key);
-    else if (edits && key == CTRL_Z) {
-        show_end(cli);
-        terminal_undo();
-        kill(0, SIGTSTP);
-    } else if (control) return typed_key(cli, key);
-    else if (key != NONE && !replace(cli, line->at, line->at, &(char){key}, 1)) return false;
-    if (!edits && said->n == 3 && text_ends(said, "\xEF\xBB\xBF")) line->at = said->n = 0;
+    if (line->terminal && goes_on) show_prompt(cli);
     return true;
 }
 
 // Reads what the user says next into cli->said: a line, and what goes on with it behind a backslash
-// or comes at once, as a paste does; nothing if Ctrl-C drops it. False at the end of the input, or
-// if cli->e says what failed.
+// or comes at once, as a paste does. False at the end of the input, or if cli->e says what failed.
 static bool chat_listen(Cli *cli) {
-    Text *said = &cli->said, *typed_now = &cli->typed[cli->n_typed % COUNT(cli->typed)];
+    Text *said = &cli->said;
     Line *line = &cli->line;
     *line = (Line){.next = NONE, .entry = cli->n_typed, .terminal = isatty(STDIN_FILENO)};
-    screen = isatty(STDOUT_FILENO) ? STDOUT_FILENO : STDIN_FILENO;
-    if (isatty(STDERR_FILENO)) screen = STDERR_FILENO;
-    said->n = 0;
-    bool ok = text_add(cli, said, "", 0);
+    bool ok = keep(cli, said, "", 0), leaves = false;
     line->edits = edited || edit_begins();
     if (line->terminal) show_prompt(cli);
     while (ok && !line->done) {
@@ -9199,19 +9168,29 @@ static bool chat_listen(Cli *cli) {
         }
         if (line->next <= 0 && input_within(0) < 1) show_line(cli);
         int key = line->next > 0 ? line->next : next_byte(-1);
+        bool edits = line->edits, half = edits && said->n;   // the first Ctrl-C drops that
+        bool control = edits && key >= 0 && key != '\t' && (key < ' ' || key == DELETE);
         line->next = NONE;
-        ok = typed(cli, key);
+        if (edits && key == CTRL_C) interrupted += STOP;
+        leaves = key == EOF || (edits && key == CTRL_D && !half) || interrupted >= STOP + half;
+        if (leaves || interrupted) line->done = true;
+        else if (key == '\n' || (edits && key == '\r')) ok = typed_enter(cli, key);
+        else if (control) ok = typed_key(cli, key);
+        else if (key != NONE) ok = replace(cli, line->at, line->at, &(char){key}, 1);
     }
-    show_end(cli);
-    if (line->terminal && (line->shown || line->left || interrupted)) dprintf(screen, "\n");
+    if (line->at < said->n) line->anew = true;
+    line->at = said->n;
+    show_line(cli);
+    if (line->terminal && (line->shown || leaves || interrupted)) dprintf(screen, "\n");
     while (line->edits && text_ends(said, "\n")) said->n--;   // a paste's last one
+    if (!line->edits && !strncmp(said->s, "\xEF\xBB\xBF", 3)) replace(cli, 0, 3, "", 0);   // a BOM
     if (line->cut) fputs("llm: the terminal cut this line: it is not sent\n", stderr);
     if (line->cut || interrupted) said->n = 0;
-    if (!line->left) interrupted = 0;
-    if (!ok || line->left || said->n) terminal_undo();   // else more is typed in the same mode
-    if (ok && line->edits && said->n) ok = keep(cli, typed_now, said->s, said->n) && ++cli->n_typed;
-    if (line->left && !said->n) return false;   // else a last line had no newline
-    return ok && text_add(cli, said, "", 0);
+    if (!leaves) interrupted = 0;
+    if (!ok || leaves || said->n) terminal_undo();   // else more is typed in the same mode
+    Text *entry = &cli->typed[cli->n_typed % COUNT(cli->typed)];
+    if (ok && line->edits && said->n) ok = keep(cli, entry, said->s, said->n) && ++cli->n_typed;
+    return ok && (said->n || !leaves) && text_add(cli, said, "", 0);
 }
 
 // ---- 43. modes ----
