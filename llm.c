@@ -8394,13 +8394,13 @@ typedef struct { char *s; size_t n, room; } Text;
 
 // the message that a user types, while chat_listen reads it
 typedef struct {
-    size_t from, at, seen, entry;    // bytes that stay, before the cursor, on the screen; in `typed`
+    size_t from, at, seen;           // bytes that stay, before the cursor, on the screen
+    size_t entry;                    // which text of cli->typed is edited
     int width, height, fold;         // of the page; what the screen's width may have become
     int top, row;                    // how many rows are above the page; the cursor's on it
     int next;                        // a key that was read ahead, or NONE
-    bool shown, anew, pasted;        // anything is; all must be; a paste has begun
-    bool terminal, edits;            // the input is a terminal; llm edits the line, key by key
-    bool cut, done;                  // the terminal has cut a line; nothing more is to be read
+    bool shown, anew, pasted, done;  // anything is; all must be; a paste has begun; all is said
+    bool terminal, edits;            // the input is a terminal; llm edits the text, key by key
 } Line;
 
 // all of one call of the program
@@ -8414,7 +8414,7 @@ typedef struct {
     Tokens bench;                    // P and N
     Options o;
     // What it takes to answer: main sets the first two lines, run the others, step by step.
-    bool tty, dumb, dims;            // a terminal; takes no escape sequences; dims thoughts
+    bool dumb, dims;                 // a terminal takes no escape sequences; it dims thoughts
     int failure;                     // the exit code if something fails
     Error e;
     Model m;
@@ -8438,15 +8438,15 @@ typedef struct {
     ChatMessage *message;            // [n_message], each owns its content
     size_t n_message;
     Text said, shown, killed;        // what the user types; a part of it; what was cut out
-    Text typed[100];                 // before
-    size_t n_typed;                  // so far: place n_typed % 100 has a draft
+    Text typed[101];                 // before, and now: text n_typed, modulo 101
+    size_t n_typed;
     Line line;
     bool outgrown;                   // the chat is longer than its window
 } Cli;
 
 // Ctrl-C adds STOP, which ends what is under way. In a chat that is an answer or a half typed line,
 // and then this is 0 again. From LEAVE on, which is two of them, the chat ends.
-enum { STOP = 1, LEAVE = 2 };
+enum { STOP = 1, LEAVE = 2, HANG_UP = 16 };
 static volatile sig_atomic_t interrupted;
 static volatile sig_atomic_t dimmed, edited, marked;   // thoughts, a line, pastes: signals undo it
 static struct termios own_mode;   // of the terminal, where no line is edited
@@ -8460,14 +8460,14 @@ static void terminal_undo(void) {   // by write, and not into a terminal that no
     dimmed = edited = marked = 0;
 }
 
-// SIGTERM and SIGHUP, where a line is edited, end the chat. SIGCONT and SIGWINCH only end a wait;
-// behind the first the mode is a shell's. The others do what they do by default, once the terminal
-// is as it was.
+// SIGTERM and SIGHUP, where a line is edited, end the chat. SIGCONT, behind which the mode is a
+// shell's, and SIGWINCH only end a wait. The others, and a third Ctrl-C, do what is their default
+// once the terminal is as it was.
 static void on_signal(int sig) {
     struct sigaction caught;
     int error = errno;
-    if (sig == SIGINT) interrupted += STOP;
-    else if (edited && (sig == SIGTERM || sig == SIGHUP)) interrupted += LEAVE;
+    if (sig == SIGINT && interrupted < LEAVE) interrupted += STOP;
+    else if (edited && (sig == SIGTERM || sig == SIGHUP)) interrupted += HANG_UP;
     else if (sig == SIGCONT) edited = 0;
     else if (sig != SIGWINCH) {
         terminal_undo();
@@ -8675,15 +8675,21 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
     return check_options(cli, prompts);
 }
 
-// appends s[n], which may be a part of the text itself where that has room
-static bool text_add(Cli *cli, Text *t, const char *s, size_t n) {
-    size_t room = t->n + n < t->room ? t->room : 2 * (t->n + n) + 1;
+// puts s[n], which may be a part of the text itself where that has room, in place of a part
+static bool text_replace(Cli *cli, Text *t, size_t from, size_t to, const char *s, size_t n) {
+    size_t rest = t->n - to, size = from + n + rest;
+    size_t room = size < t->room ? t->room : 2 * size + 1;
     char *more = room == t->room ? t->s : realloc(t->s, room);
     if (!more) return fail(&cli->e, "out of memory");
-    if (n) memmove(more + t->n, s, n);   // s of nothing may be NULL
-    *t = (Text){more, t->n + n, room};
-    more[t->n] = 0;
+    if (rest) memmove(more + from + n, more + to, rest);
+    if (n) memmove(more + from, s, n);   // s of nothing may be NULL
+    *t = (Text){more, size, room};
+    more[size] = 0;
     return true;
+}
+
+static bool text_add(Cli *cli, Text *t, const char *s, size_t n) {
+    return text_replace(cli, t, t->n, t->n, s, n);
 }
 
 static bool text_ends(const Text *t, const char *with) {
@@ -8908,25 +8914,27 @@ static bool chat_open(Cli *cli) {
 enum { TERMINAL_LINE = 4095, PASTE = 50, NONE = -2 };   // bytes; ms: nobody types faster; no key
 enum { CTRL_C = 3, CTRL_D = 4, ESCAPE = 27, DELETE = 127 };
 
-// What keys do, which way, and as far as the next of what: to add one takes a row. KILL erases what
-// YANK brings back, RECALL brings back an earlier message. BLANKS: all words end at them.
-enum { GO, ERASE, KILL, YANK, RECALL, NEWLINE, CLEAR, MARK, SUSPEND };
-enum { BACK = -1, ON = 1 };
+// What keys do, and as far as the next of what: some behind the cursor, some before it. KILL erases
+// what YANK brings back. BLANKS: of words that have no other end. A new key is a word here, or a row.
+enum { GO, ERASE, KILL, YANK, RECALL, NEWLINE, CLEAR, SUSPEND, PASTED };
 enum { CHARACTER, WORD, BLANKS, LINE };
-static const struct { const char *keys; int does, way, place; } EDITS[] = {
-    {"\2 \33[D \33OD", GO, BACK, CHARACTER}, {"\6 \33[C \33OC", GO, ON, CHARACTER},   // ^B, ^F
-    {"\33b \33[1;5D \33[1;3D", GO, BACK, WORD},         // Alt-B, Ctrl-Left, Alt-Left
-    {"\33f \33[1;5C \33[1;3C", GO, ON, WORD},           // Alt-F, Ctrl-Right, Alt-Right
-    {"\1 \33[H \33OH \33[1~ \33[7~", GO, BACK, LINE},   // ^A, Home
-    {"\5 \33[F \33OF \33[4~ \33[8~", GO, ON, LINE},     // ^E, End
-    {"\b \177", ERASE, BACK, CHARACTER}, {"\4 \33[3~", ERASE, ON, CHARACTER},   // ^D, Delete
-    {"\25", KILL, BACK, LINE}, {"\13", KILL, ON, LINE}, {"\27", KILL, BACK, BLANKS},   // ^U, ^K, ^W
-    {"\33\177 \33\b", KILL, BACK, WORD}, {"\33d", KILL, ON, WORD},   // Alt-Backspace, Alt-D
-    {"\20 \33[A \33OA", RECALL, BACK, 0}, {"\16 \33[B \33OB", RECALL, ON, 0},   // ^P, Up, ^N, Down
-    {"\31", YANK, ON, 0}, {"\14", CLEAR, ON, 0}, {"\33\r \33\n", NEWLINE, ON, 0},   // Alt-Enter
-    {"\33[200~", MARK, ON, 0}, {"\33[201~", MARK, BACK, 0}, {"\32", SUSPEND, ON, 0}};   // ^Z
+static const struct { int does, place; const char *on, *back; } EDITS[] = {
+    {GO, CHARACTER, "\6 \33[C \33OC", "\2 \33[D \33OD"},        // Ctrl-F, Right; Ctrl-B, Left
+    {GO, WORD, "\33f \33[1;5C \33[1;3C", "\33b \33[1;5D \33[1;3D"},   // Alt-F, Ctrl-Right
+    {GO, LINE, "\5 \33[F \33OF \33[4~ \33[8~", "\1 \33[H \33OH \33[1~ \33[7~"},   // Ctrl-E, End
+    {ERASE, CHARACTER, "\4 \33[3~", "\b \177"},                 // Ctrl-D, Delete; Backspace
+    {KILL, LINE, "\13", "\25"}, {KILL, BLANKS, "", "\27"},      // Ctrl-K; Ctrl-U, Ctrl-W
+    {KILL, WORD, "\33d", "\33\177 \33\b"}, {YANK, 0, "\31", ""},   // Alt-D; Alt-Backspace; Ctrl-Y
+    {RECALL, 0, "\16 \33[B \33OB", "\20 \33[A \33OA"},          // Ctrl-N, Down; Ctrl-P, Up
+    {NEWLINE, 0, "\33\r \33\n", ""}, {CLEAR, 0, "\14", ""},     // Alt-Enter, Ctrl-L
+    {SUSPEND, 0, "\32", ""}, {PASTED, 0, "\33[200~", "\33[201~"},   // Ctrl-Z; marks of a paste
+};
 
-static bool terminal_edit(void) {
+// Lets llm edit the message. False: the input is no terminal, or something was typed ahead.
+static bool edit_begins(bool again) {
+    tcdrain(STDIN_FILENO);   // stops a background job until fg: the mode is a shell's till then
+    bool ahead = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 0) > 0;
+    if (!again && (ahead || tcgetattr(STDIN_FILENO, &own_mode))) return false;
     struct termios mode = own_mode;
     mode.c_iflag &= ~ICRNL;
     mode.c_lflag &= ~(ICANON | ECHO | ISIG | IEXTEN);
@@ -8935,41 +8943,33 @@ static bool terminal_edit(void) {
     return edited;
 }
 
-static int input_within(int ms) {   // 1: something can be read; 0: nothing; -1: a signal came
-    return poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, ms);
-}
-
-// Lets llm edit the message. False: something was typed ahead, or the input is no terminal.
-static bool edit_begins(void) {
-    tcdrain(STDIN_FILENO);   // stops a background job until fg: the mode is a shell's till then
-    return input_within(0) < 1 && !tcgetattr(STDIN_FILENO, &own_mode) && terminal_edit();
-}
-
 // the next byte of the input within ms (-1: no limit); EOF at its end; NONE: none came, or a signal
 static int next_byte(int ms) {
     uint8_t c;
     int n;   // a signal that comes shortly before poll does not end it
-    do n = input_within(ms < 0 ? 500 : ms);
+    do n = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, ms < 0 ? 500 : ms);
     while (n == 0 && ms < 0 && !interrupted);
     if (n < 1) return NONE;
     return read(STDIN_FILENO, &c, 1) == 1 ? c : EOF;
 }
 
-// Is byte i a part of the character before it, or does its character stand on that one?
+// the text that is edited: a new one, or an earlier one
+static Text *typed(Cli *cli) { return &cli->typed[cli->line.entry % COUNT(cli->typed)]; }
+
+// Does byte i go on with the character before it, as accents do, and what U+200D joins?
 static bool joins(const Text *t, size_t i) {
     size_t used;
     uint32_t c = utf8_decode(t->s + i, t->n - i, &used);
-    bool accent = unicode_classes(c) & CLASS('M') || (c >= 0x1F3FB && c < 0x1F400);   // or a skin
-    bool joined = c == 0x200D || (i > 2 && !memcmp(t->s + i - 3, "\u200D", 3));
-    return accent || joined || (t->s[i] & 0xC0) == 0x80;
+    bool more = (t->s[i] & 0xC0) == 0x80 || unicode_classes(c) & CLASS('M') || c - 0x1F3FB < 5;
+    return more || c == 0x200D || (i > 2 && !memcmp(t->s + i - 3, "\u200D", 3));
 }
 
 // the next place of a kind, before or behind the cursor
-static size_t reach(const Cli *cli, int way, int place) {
-    const Text *said = &cli->said;
-    size_t at = cli->line.at, end = way < 0 ? cli->line.from : said->n;
-    for (bool there = at == end; !there && (at += way) != end;) {
-        char passed = said->s[way < 0 ? at : at - 1], next = said->s[way < 0 ? at - 1 : at];
+static size_t reach(Cli *cli, bool back, int place) {
+    const Text *said = typed(cli);
+    size_t at = cli->line.at, end = back ? cli->line.from : said->n;
+    for (bool there = at == end; !there && (at += back ? -1 : 1) != end;) {
+        char passed = said->s[back ? at : at - 1], next = said->s[back ? at - 1 : at];
         if (place == CHARACTER) there = !joins(said, at);
         if (place == WORD) there = in_name(passed) && !in_name(next);
         if (place == BLANKS) there = !isspace((uint8_t)passed) && isspace((uint8_t)next);
@@ -8989,7 +8989,7 @@ static int cells(uint32_t c) {
 // of `to`. "> " begins a line, a blank stands for a control character. A row ends where the next
 // character may not fit: so no terminal wraps it. Only a resized one has folded it meanwhile.
 static int show_text(Cli *cli, size_t from, size_t to) {
-    const Text *said = &cli->said;
+    const Text *said = typed(cli);
     const Line *line = &cli->line;
     Text *shown = &cli->shown;   // all at once: nothing flickers
     int row = 0, column = 2;
@@ -9020,7 +9020,7 @@ static void show_home(const Cli *cli, int up) {   // takes the cursor to where t
 // and then the text before the cursor once more: that takes it to its place, however wide that is.
 static void show_line(Cli *cli) {
     Line *line = &cli->line;
-    size_t n = cli->said.n;
+    size_t n = typed(cli)->n;
     struct winsize size;
     if (!line->shown) return;
     if (ioctl(screen, TIOCGWINSZ, &size) || size.ws_col < 8 || size.ws_row < 2)
@@ -9058,95 +9058,80 @@ static void show_prompt(Cli *cli) {
     if (isatty(STDERR_FILENO)) screen = STDERR_FILENO;
     line->row = line->top = 0;
     line->seen = line->from;
-    line->anew = cli->said.n > line->from;
+    line->anew = typed(cli)->n > line->from;
     line->shown = line->edits && own_mode.c_lflag & ECHO;   // Emacs shows what it sends
     marked = line->shown && !cli->dumb;
     dprintf(screen, marked ? "> \033[?2004h" : "> ");
 }
 
-// Puts text in place of a part of the message. The cursor goes behind it.
-static bool replace(Cli *cli, size_t from, size_t to, const char *s, size_t n) {
-    Text *said = &cli->said;
-    size_t rest = said->n - to;
-    if (!text_add(cli, said, s, n)) return false;   // for the room
-    memmove(said->s + from + n, said->s + to, rest);
-    if (n) memcpy(said->s + from, s, n);
-    said->n = from + n + rest;
-    said->s[said->n] = 0;
-    cli->line.at = from + n;
-    if (to > from || rest) cli->line.anew = true;
-    return true;
-}
-
-static bool keep(Cli *cli, Text *t, const char *s, size_t n) {   // what was cut out, or typed
-    t->n = 0;
-    return text_add(cli, t, s, n);
-}
-
-// Brings back an earlier message, or a later one. What is left, a draft too, is kept as it is now.
-static bool recall(Cli *cli, int way) {
-    enum { MOST = COUNT(cli->typed) };
-    const Text *said = &cli->said;
-    size_t from = cli->line.from, left = cli->line.entry, entry = left + way;
-    if (entry > cli->n_typed || entry + MOST <= cli->n_typed) return true;
-    if (!keep(cli, &cli->typed[left % MOST], said->s + from, said->n - from)) return false;
-    cli->line.entry = entry;
-    return replace(cli, from, said->n, cli->typed[entry % MOST].s, cli->typed[entry % MOST].n);
+// Puts s [n] in place of a part of the message, and the cursor behind it.
+static bool edit(Cli *cli, size_t from, size_t to, const char *s, size_t n) {
+    Line *line = &cli->line;
+    if (from < typed(cli)->n) line->anew = true;
+    line->at = from + n;
+    return text_replace(cli, typed(cli), from, to, s, n);
 }
 
 // Obeys a key that is no text: a control character, or ESC and what comes with it, as [1;5D.
 static bool typed_key(Cli *cli, int key) {
-    Text *said = &cli->said;
+    const Text *said = typed(cli);
+    Text *killed = &cli->killed;
     Line *line = &cli->line;
-    char keys[16];
-    size_t n = 0, k = 0;
-    do keys[n++] = key;
-    while (key && strchr("\33[O;0123456789", key) && n < 16 && (key = next_byte(PASTE)) > 0);
+    char s[16];
+    Str keys = {s, 0};
+    size_t k = 0;
+    do s[keys.n++] = key;
+    while (key && strchr("\33[O;0123456789", key) && keys.n < 16 && (key = next_byte(PASTE)) > 0);
     for (int left = key > 0 ? utf8_length(key) : 1; left > 1; left--) next_byte(PASTE);
-    while (k < COUNT(EDITS) && !is((Str){keys, n}, EDITS[k].keys)) k++;
-    if (k == COUNT(EDITS) || (line->pasted && EDITS[k].does != MARK)) return true;
-    size_t at = line->at, to = reach(cli, EDITS[k].way, EDITS[k].place);
+    while (k < COUNT(EDITS) && !is(keys, EDITS[k].on) && !is(keys, EDITS[k].back)) k++;
+    if (k == COUNT(EDITS) || (line->pasted && EDITS[k].does != PASTED)) return true;
+    bool back = is(keys, EDITS[k].back);
+    int does = EDITS[k].does;
+    size_t at = line->at, to = reach(cli, back, EDITS[k].place), entry = line->entry;
     size_t left = smaller(at, to), right = larger(at, to);
     line->anew = true;
-    switch (EDITS[k].does) {
-        case GO: line->at = to; break;
-        case KILL:
-            if (!keep(cli, &cli->killed, said->s + left, right - left)) return false;
-            // fall through
-        case ERASE: return replace(cli, left, right, "", 0);
-        case YANK: return replace(cli, at, at, cli->killed.s, cli->killed.n);
-        case RECALL: return recall(cli, EDITS[k].way);
-        case NEWLINE: return replace(cli, at, at, "\n", 1);
-        case MARK: line->pasted = EDITS[k].way == ON; break;
-        case CLEAR:
-            if (!cli->dumb) dprintf(screen, "\033[H\033[2J");
-            line->row = 0;
-            break;
-        case SUSPEND:
-            line->at = said->n;
-            show_line(cli);
-            terminal_undo();
-            kill(0, SIGTSTP);
+    if (does == GO) line->at = to;
+    if (does == YANK) return edit(cli, at, at, killed->s, killed->n);
+    if (does == NEWLINE) return edit(cli, at, at, "\n", 1);
+    if (does == KILL) killed->n = 0;
+    if (does == KILL && !text_add(cli, killed, said->s + left, right - left)) return false;
+    if (does == KILL || does == ERASE) return edit(cli, left, right, "", 0);
+    if (does == RECALL && back && entry && cli->n_typed - entry + 1 < COUNT(cli->typed)) entry--;
+    if (does == RECALL && !back && entry < cli->n_typed) entry++;
+    if (entry != line->entry) {   // what is left, a draft too, stays as it is now
+        line->entry = entry;
+        line->from = 0;
+        line->at = typed(cli)->n;
+    }
+    if (does == CLEAR) line->row = 0;
+    if (does == CLEAR && !cli->dumb) dprintf(screen, "\033[H\033[2J");
+    if (does == PASTED) line->pasted = !back;
+    if (does == SUSPEND) {
+        line->at = said->n;
+        show_line(cli);
+        terminal_undo();
+        kill(0, SIGTSTP);
     }
     return true;
 }
 
 // Ends a line. The message goes on behind a backslash, in a paste, or if more comes at once.
 static bool typed_enter(Cli *cli, int key) {
-    Text *said = &cli->said;
+    Text *said = typed(cli);
     Line *line = &cli->line;
     if (line->edits) line->next = next_byte(PASTE);
     if (key == '\r' && line->next == '\n') line->next = next_byte(PASTE);
-    if (line->terminal && !line->edits && said->n - line->from >= TERMINAL_LINE) line->cut = true;
+    bool cut = line->terminal && !line->edits && said->n - line->from >= TERMINAL_LINE;
+    if (cut) return fail(&cli->e, "the terminal cut a line to %d bytes", TERMINAL_LINE);
     if (!line->edits && text_ends(said, "\r")) line->at = --said->n;
     size_t from = line->at;
     bool goes_on = from > line->from && said->s[from - 1] == '\\' && !line->pasted;
     if (goes_on) from--;
     line->done = !goes_on && line->next <= 0 && !line->pasted;
-    if (!line->done && !replace(cli, from, line->at, "\n", 1)) return false;
+    if (!line->done && !edit(cli, from, line->at, "\n", 1)) return false;
     if (line->edits) return true;
     line->from = said->n;
-    if (goes_on) line->edits = edit_begins();
+    if (goes_on) line->edits = edit_begins(false);
     if (line->terminal && goes_on) show_prompt(cli);
     return true;
 }
@@ -9154,21 +9139,25 @@ static bool typed_enter(Cli *cli, int key) {
 // Reads what the user says next into cli->said: a line, and what goes on with it behind a backslash
 // or comes at once, as a paste does. False at the end of the input, or if cli->e says what failed.
 static bool chat_listen(Cli *cli) {
-    Text *said = &cli->said;
+    Text *said = &cli->said, *last = &cli->typed[cli->n_typed % COUNT(cli->typed)];
     Line *line = &cli->line;
     *line = (Line){.next = NONE, .entry = cli->n_typed, .terminal = isatty(STDIN_FILENO)};
-    bool ok = keep(cli, said, "", 0), leaves = false;
-    line->edits = edited || edit_begins();
+    last->n = said->n = 0;
+    bool ok = text_add(cli, last, "", 0), leaves = false;
+    line->edits = edited || edit_begins(false);
     if (line->terminal) show_prompt(cli);
     while (ok && !line->done) {
-        if (line->edits && !edited) {   // llm was stopped, and goes on
-            terminal_edit();
+        bool edits = line->edits, half = edits && typed(cli)->n;   // the first Ctrl-C drops that
+        if (edits && !edited) {   // llm was stopped, and goes on
+            edit_begins(true);
             dprintf(screen, "\n");
             show_prompt(cli);
         }
-        if (line->next <= 0 && input_within(0) < 1) show_line(cli);
-        int key = line->next > 0 ? line->next : next_byte(-1);
-        bool edits = line->edits, half = edits && said->n;   // the first Ctrl-C drops that
+        int key = line->next > 0 ? line->next : next_byte(0);
+        if (key == NONE) {
+            show_line(cli);
+            key = next_byte(-1);
+        }
         bool control = edits && key >= 0 && key != '\t' && (key < ' ' || key == DELETE);
         line->next = NONE;
         if (edits && key == CTRL_C) interrupted += STOP;
@@ -9176,21 +9165,20 @@ static bool chat_listen(Cli *cli) {
         if (leaves || interrupted) line->done = true;
         else if (key == '\n' || (edits && key == '\r')) ok = typed_enter(cli, key);
         else if (control) ok = typed_key(cli, key);
-        else if (key != NONE) ok = replace(cli, line->at, line->at, &(char){key}, 1);
+        else if (key != NONE) ok = edit(cli, line->at, line->at, &(char){key}, 1);
     }
-    if (line->at < said->n) line->anew = true;
-    line->at = said->n;
+    if (ok && !line->edits && !strncmp(last->s, "\xEF\xBB\xBF", 3)) edit(cli, 0, 3, "", 0);
+    if (line->at < typed(cli)->n) line->anew = true;
+    line->at = typed(cli)->n;
     show_line(cli);
     if (line->terminal && (line->shown || leaves || interrupted)) dprintf(screen, "\n");
-    while (line->edits && text_ends(said, "\n")) said->n--;   // a paste's last one
-    if (!line->edits && !strncmp(said->s, "\xEF\xBB\xBF", 3)) replace(cli, 0, 3, "", 0);   // a BOM
-    if (line->cut) fputs("llm: the terminal cut this line: it is not sent\n", stderr);
-    if (line->cut || interrupted) said->n = 0;
+    if (!interrupted) ok = ok && text_add(cli, said, typed(cli)->s, typed(cli)->n);
+    while (line->edits && text_ends(said, "\n")) said->s[--said->n] = 0;   // a paste's last one
     if (!leaves) interrupted = 0;
     if (!ok || leaves || said->n) terminal_undo();   // else more is typed in the same mode
-    Text *entry = &cli->typed[cli->n_typed % COUNT(cli->typed)];
-    if (ok && line->edits && said->n) ok = keep(cli, entry, said->s, said->n) && ++cli->n_typed;
-    return ok && (said->n || !leaves) && text_add(cli, said, "", 0);
+    if (!ok || !said->n) return ok && !leaves;
+    last->n = 0;
+    return !line->edits || (text_add(cli, last, said->s, said->n) && ++cli->n_typed);
 }
 
 // ---- 43. modes ----
@@ -9280,14 +9268,15 @@ static bool print_token(void *ctx, int32_t id) {
                          "<seed:think> </seed:think>");
     for (size_t used; ok && s.n > 0; s = str_from(s, used)) {
         uint32_t c = utf8_decode(s.s, s.n, &used);
-        bool obeyed = cli->tty && is_control(c) && c != '\n' && c != '\t', thinks = cli->thinking;
+        bool thinks = cli->thinking, acts = is_control(c) && c != '\n' && c != '\t';
         if (cli->dims && dimmed != thinks) {
             dimmed = true;   // a moment too long rather than too short
             fputs(thinks ? "\033[2m" : "\033[0m", stdout);
             fflush(stdout);
             dimmed = thinks;
         }
-        if (shown) printf("%.*s", (int)used, obeyed ? " " : s.s);
+        if (acts && isatty(STDOUT_FILENO)) putchar(' ');
+        else if (shown) fwrite(s.s, 1, used, stdout);
         if (cli->n_message) ok = answer_add(cli, s.s, used);
     }
     if (cli->thinking || is(name, "<|message|> <channel|>")) cli->header = false;
@@ -9416,20 +9405,48 @@ static bool chat_answer(Cli *cli) {
     Text *a = &cli->answer;
     const Session *s = &cli->s;
     size_t n_new = cli->n_new;
-    bool ok = chat_ids(cli) && (reply(cli) || interrupted == STOP);
-    bool dropped = interrupted == STOP && cli->n_new == n_new;   // before it began
-    if (dropped) note("what was said is dropped");
+    bool ok = chat_ids(cli) && (reply(cli) || (interrupted == STOP && cli->n_new > n_new));
     bool outgrown = cli->m.config.hd && !s->o.keep && s->history.n > (size_t)s->o.window;
     if (outgrown && !cli->outgrown)
         note("the chat's beginning, a system message first, goes out of sight now; --keep N pins "
              "the first N tokens");
     cli->outgrown = outgrown;
-    if (interrupted == STOP) interrupted = cli->e.text[0] = 0;
+    if (interrupted == STOP) interrupted = 0;
     if (a->n && strstr(a->s, "<|channel|>")) a->n = 0;   // gpt-oss has only thought
     else if (cli->thinking) ok = ok && text_add(cli, a, cli->thinking, strlen(cli->thinking));
-    ok = ok && (dropped || chat_add(cli, str("assistant"), a));
-    if (!ok || dropped) chat_clear(cli, cli->n_message - 1);
+    ok = ok && chat_add(cli, str("assistant"), a);
+    if (!ok) chat_clear(cli, cli->n_message - 1);
     return ok;
+}
+
+// the commands of a chat, and what else its help says
+static const struct { const char *name, *value, *help; } COMMANDS[] = {
+    {"/system", "TEXT", "the system message from now on; @FILE reads it"},
+    {"/reset", "", "forgets all but that"},
+    {"/stats", "", "speeds so far"},
+    {"/save", "FILE", "writes the conversation; -i -f FILE goes on with it"},
+    {"/quit", "", "ends the chat, as Ctrl-D does"}, {"/exit", "", "too"}, {"/bye", "", "too"},
+    {"/help", "", "this list; a blank before / sends a text that begins so"},
+    {"Enter", "", "behind \\ or with Alt begins a line; Ctrl-C stops an answer"},
+};
+
+static void print_commands(void) {
+    for (size_t i = 0; i < COUNT(COMMANDS); i++)
+        fprintf(stderr, "%-7s %-5s %s\n", COMMANDS[i].name, COMMANDS[i].value, COMMANDS[i].help);
+}
+
+// Is that a command, or was one meant? That is a letter away, or a word alone.
+static bool is_command(Str word, bool alone) {
+    size_t letters = 1;
+    while (letters < word.n && isalpha((uint8_t)word.s[letters])) letters++;
+    bool meant = alone && letters > 1 && letters == word.n;
+    for (size_t i = 0; !meant && i < COUNT(COMMANDS); i++) {
+        Str a = word, b = str(COMMANDS[i].name);
+        for (; a.n && b.n && *a.s == *b.s; a = str_from(a, 1)) b = str_from(b, 1);
+        for (; a.n && b.n && a.s[a.n - 1] == b.s[b.n - 1]; a.n--) b.n--;
+        meant = a.n < 2 && b.n < 2;
+    }
+    return meant && *word.s == '/';
 }
 
 // A chat. An error ends a turn, and not the chat, unless the input is no terminal.
@@ -9439,29 +9456,22 @@ static bool run_chat(Cli *cli) {
     bool asked = n && str_eq(cli->message[n - 1].role, "user"), ok = !asked || chat_answer(cli);
     while (!interrupted && !ferror(stdout) && (ok || isatty(STDIN_FILENO))) {
         if (!ok) fprintf(stderr, "llm: %s; what was said is dropped\n", cli->e.text);
-        ok = true;
         cli->e.text[0] = 0;
-        if (!chat_listen(cli)) return !cli->e.text[0];
-        if (!said->n) continue;
+        ok = chat_listen(cli);
+        if (!ok && !cli->e.text[0]) return true;
+        if (!ok || !said->n) continue;
         Str word = {said->s, strcspn(said->s, " \n")};
         const char *value = word.s + word.n + strspn(word.s + word.n, " ");
-        size_t n_name = 1;
-        while (isalpha((uint8_t)word.s[n_name])) n_name++;
-        bool mistyped = *word.s == '/' && n_name > 1 && n_name == word.n && !*value;
-        if (!is(word, "/system /reset /stats /save /quit /exit /bye /help") && !mistyped) {
-            ok = chat_add(cli, str("user"), said) && chat_answer(cli);
-        } else if (str_eq(word, "/system") && *value) {
-            ok = chat_system(cli, value);
-        } else if (str_eq(word, "/save") && *value) {
+        if (!is_command(word, !*value)) ok = chat_add(cli, str("user"), said) && chat_answer(cli);
+        else if (str_eq(word, "/system") && *value) ok = chat_system(cli, value);
+        else if (str_eq(word, "/save") && *value) {
             while (isspace((uint8_t)said->s[said->n - 1])) said->s[--said->n] = 0;
             ok = chat_save(cli, value) ||
                  (isatty(STDIN_FILENO) && fprintf(stderr, "llm: %s\n", cli->e.text) > 0);
         } else if (is(word, "/quit /exit /bye") && !*value) return true;
         else if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
         else if (str_eq(word, "/stats") && !*value) print_statistics(cli);
-        else fputs("/system TEXT or @FILE, /reset, /stats, /save FILE, /quit, /help; a blank "
-                   "before / sends it;\na line goes on behind \\ or Alt-Enter; Ctrl-C stops an "
-                   "answer\n", stderr);
+        else print_commands();
     }
     return ok;
 }
@@ -9814,15 +9824,15 @@ int main(int argc, char **argv) {
     struct sigaction caught = {.sa_handler = on_signal, .sa_flags = SA_RESTART | SA_NODEFER};
     for (size_t i = 0; i < COUNT(signals); i++)   // what is ignored, as by nohup or &, stays so
         if (signal(signals[i], SIG_IGN) != SIG_IGN) sigaction(signals[i], &caught, NULL);
-    caught.sa_flags = 0;   // Ctrl-C ends reads and writes, too
+    caught.sa_flags = SA_NODEFER;   // Ctrl-C ends reads and writes, too
     if (signal(SIGINT, SIG_IGN) != SIG_IGN) sigaction(SIGINT, &caught, NULL);
     signal(SIGXFSZ, SIG_IGN);   // a file that may not grow is an error of the write
     const char *term = getenv("TERM"), *plain = getenv("NO_COLOR");
     cli.dumb = term && !strcmp(term, "dumb");
-    cli.tty = isatty(STDOUT_FILENO);
-    cli.dims = cli.tty && !cli.dumb && !(plain && *plain);
+    cli.dims = isatty(STDOUT_FILENO) && !cli.dumb && !(plain && *plain);
     bool ok = parse_options(&cli, argc, argv) && run(&cli);
-    if (ok && (fflush(stdout) || ferror(stdout)))
+    terminal_undo();
+    if ((fflush(stdout) || ferror(stdout)) && ok)
         ok = fail(&cli.e, "standard output: %s", strerror(errno));
     if (cli.progress.shown) show_progress("");
     if (cli.m.tokenizer && (ok || interrupted)) print_notes(&cli);
@@ -9830,12 +9840,11 @@ int main(int argc, char **argv) {
     session_close(&cli.s);
     model_close(&cli.m);
     chat_clear(&cli, 0);
-    void *owned[] = {cli.message, cli.said.s, cli.shown.s, cli.killed.s,
-                     cli.answer.s, cli.template.s, cli.text.s,
-                     cli.ids.id, cli.bench.id, cli.work};
+    void *owned[] = {cli.message, cli.said.s, cli.shown.s, cli.killed.s, cli.answer.s,
+                     cli.template.s, cli.text.s, cli.ids.id, cli.bench.id, cli.work};
     for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
     for (size_t i = 0; i < COUNT(cli.typed); i++) free(cli.typed[i].s);
-    if (interrupted && signal(SIGINT, SIG_DFL) != SIG_IGN) raise(SIGINT);   // ends loops, too
+    if (interrupted && interrupted < HANG_UP && signal(SIGINT, SIG_DFL) != SIG_IGN) raise(SIGINT);
     if (interrupted) return 130;
     return ok ? 0 : cli.failure;
 }
