@@ -8915,7 +8915,7 @@ enum { TERMINAL_LINE = 4095, PASTE = 50, NONE = -2 };   // bytes; ms: nobody typ
 enum { CTRL_C = 3, CTRL_D = 4, ESCAPE = 27, DELETE = 127 };
 
 // What keys do, and as far as the next of what: some behind the cursor, some before it. KILL erases
-// what YANK brings back. BLANKS: of words that have no other end. A new key is a word here, or a row.
+// what YANK brings back. BLANKS: of words that end nowhere else. A new key is a word or a row here.
 enum { GO, ERASE, KILL, YANK, RECALL, NEWLINE, CLEAR, SUSPEND, PASTED };
 enum { CHARACTER, WORD, BLANKS, LINE };
 static const struct { int does, place; const char *on, *back; } EDITS[] = {
@@ -9039,7 +9039,7 @@ static void show_line(Cli *cli) {
         line->top = top;
         if (cli->dumb) dprintf(screen, "\r%*s", width, "");
         show_home(cli, line->row);
-        if (!cli->dumb) dprintf(screen, "\033[J");
+        if (!cli->dumb) dprintf(screen, line->top ? "\033[J" : "\033[J\r> ");
         int last = show_text(cli, line->from, n);
         if (line->at < n) {
             show_home(cli, smaller(last - top, line->height - 1));
@@ -9051,6 +9051,12 @@ static void show_line(Cli *cli) {
     line->anew = false;
 }
 
+static void show_end(Cli *cli) {   // takes the cursor behind the message
+    if (cli->line.at < typed(cli)->n) cli->line.anew = true;
+    cli->line.at = typed(cli)->n;
+    show_line(cli);
+}
+
 // Asks for a message in a row of its own. From now on a terminal marks pastes.
 static void show_prompt(Cli *cli) {
     Line *line = &cli->line;
@@ -9058,7 +9064,7 @@ static void show_prompt(Cli *cli) {
     if (isatty(STDERR_FILENO)) screen = STDERR_FILENO;
     line->row = line->top = 0;
     line->seen = line->from;
-    line->anew = typed(cli)->n > line->from;
+    line->anew = line->at < typed(cli)->n;
     line->shown = line->edits && own_mode.c_lflag & ECHO;   // Emacs shows what it sends
     marked = line->shown && !cli->dumb;
     dprintf(screen, marked ? "> \033[?2004h" : "> ");
@@ -9086,15 +9092,15 @@ static bool typed_key(Cli *cli, int key) {
     while (k < COUNT(EDITS) && !is(keys, EDITS[k].on) && !is(keys, EDITS[k].back)) k++;
     if (k == COUNT(EDITS) || (line->pasted && EDITS[k].does != PASTED)) return true;
     bool back = is(keys, EDITS[k].back);
-    int does = EDITS[k].does;
     size_t at = line->at, to = reach(cli, back, EDITS[k].place), entry = line->entry;
     size_t left = smaller(at, to), right = larger(at, to);
+    int does = EDITS[k].does;
     line->anew = true;
     if (does == GO) line->at = to;
     if (does == YANK) return edit(cli, at, at, killed->s, killed->n);
     if (does == NEWLINE) return edit(cli, at, at, "\n", 1);
-    if (does == KILL) killed->n = 0;
-    if (does == KILL && !text_add(cli, killed, said->s + left, right - left)) return false;
+    if (does == KILL && !text_replace(cli, killed, 0, killed->n, said->s + left, right - left))
+        return false;
     if (does == KILL || does == ERASE) return edit(cli, left, right, "", 0);
     if (does == RECALL && back && entry && cli->n_typed - entry + 1 < COUNT(cli->typed)) entry--;
     if (does == RECALL && !back && entry < cli->n_typed) entry++;
@@ -9107,8 +9113,7 @@ static bool typed_key(Cli *cli, int key) {
     if (does == CLEAR && !cli->dumb) dprintf(screen, "\033[H\033[2J");
     if (does == PASTED) line->pasted = !back;
     if (does == SUSPEND) {
-        line->at = said->n;
-        show_line(cli);
+        show_end(cli);
         terminal_undo();
         kill(0, SIGTSTP);
     }
@@ -9168,17 +9173,14 @@ static bool chat_listen(Cli *cli) {
         else if (key != NONE) ok = edit(cli, line->at, line->at, &(char){key}, 1);
     }
     if (ok && !line->edits && !strncmp(last->s, "\xEF\xBB\xBF", 3)) edit(cli, 0, 3, "", 0);
-    if (line->at < typed(cli)->n) line->anew = true;
-    line->at = typed(cli)->n;
-    show_line(cli);
+    show_end(cli);
     if (line->terminal && (line->shown || leaves || interrupted)) dprintf(screen, "\n");
     if (!interrupted) ok = ok && text_add(cli, said, typed(cli)->s, typed(cli)->n);
     while (line->edits && text_ends(said, "\n")) said->s[--said->n] = 0;   // a paste's last one
     if (!leaves) interrupted = 0;
     if (!ok || leaves || said->n) terminal_undo();   // else more is typed in the same mode
     if (!ok || !said->n) return ok && !leaves;
-    last->n = 0;
-    return !line->edits || (text_add(cli, last, said->s, said->n) && ++cli->n_typed);
+    return !line->edits || (text_replace(cli, last, 0, last->n, said->s, said->n) && ++cli->n_typed);
 }
 
 // ---- 43. modes ----
