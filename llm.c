@@ -9165,8 +9165,9 @@ static bool chat_listen(Cli *cli) {
         }
         bool control = edits && key >= 0 && key != '\t' && (key < ' ' || key == DELETE);
         line->next = NONE;
+        bool bye = edits && key == CTRL_D && !half && !line->pasted;
         if (edits && key == CTRL_C) interrupted += STOP;
-        leaves = key == EOF || (edits && key == CTRL_D && !half) || interrupted >= STOP + half;
+        leaves = bye || key == EOF || interrupted >= STOP + half;
         if (leaves || interrupted) line->done = true;
         else if (key == '\n' || (edits && key == '\r')) ok = typed_enter(cli, key);
         else if (control) ok = typed_key(cli, key);
