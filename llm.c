@@ -9095,7 +9095,7 @@ static bool typed_key(Cli *cli, int key) {
     size_t at = line->at, to = reach(cli, back, EDITS[k].place), entry = line->entry;
     size_t left = smaller(at, to), right = larger(at, to);
     int does = EDITS[k].does;
-    line->anew = true;
+    if (does != SUSPEND) line->anew = true;
     if (does == GO) line->at = to;
     if (does == YANK) return edit(cli, at, at, killed->s, killed->n);
     if (does == NEWLINE) return edit(cli, at, at, "\n", 1);
