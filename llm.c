@@ -8444,8 +8444,8 @@ typedef struct {
     bool outgrown;                   // the chat is longer than its window
 } Cli;
 
-// Ctrl-C adds STOP, which ends what is under way. In a chat that is an answer or a half typed line,
-// and then this is 0 again. From LEAVE on, which is two of them, the chat ends.
+// Ctrl-C adds STOP, which ends what is under way. In a chat that is an answer or a half typed text,
+// and then this is 0 again. From LEAVE on, which is two of them, the chat ends; a signal may end it.
 enum { STOP = 1, LEAVE = 2, HANG_UP = 16 };
 static volatile sig_atomic_t interrupted;
 static volatile sig_atomic_t dimmed, edited, marked;   // thoughts, a line, pastes: signals undo it
@@ -9016,8 +9016,9 @@ static void show_home(const Cli *cli, int up) {   // takes the cursor to where t
     dprintf(screen, cli->line.top ? "\r" : "\r> ");
 }
 
-// Brings the screen up to date: shows what was added at the end, or the page with the cursor anew,
-// and then the text before the cursor once more: that takes it to its place, however wide that is.
+// Brings the screen up to date: shows what was added at the end, or else the page with the cursor
+// anew. Then the text before the cursor, shown once more, takes the cursor to its place, however
+// wide that text is. A dumb terminal has pages of one row. At the end all of the message is shown.
 static void show_line(Cli *cli) {
     Line *line = &cli->line;
     size_t n = typed(cli)->n;
