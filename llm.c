@@ -8445,7 +8445,7 @@ typedef struct {
 } Cli;
 
 // Ctrl-C adds STOP, which ends what is under way. In a chat that is an answer or a half typed text,
-// and then this is 0 again. From LEAVE on, which is two of them, the chat ends; a signal may end it.
+// and then this is 0 again. From LEAVE on, which is two of them or a signal, the chat ends.
 enum { STOP = 1, LEAVE = 2, HANG_UP = 16 };
 static volatile sig_atomic_t interrupted;
 static volatile sig_atomic_t dimmed, edited, marked;   // thoughts, a line, pastes: signals undo it
@@ -9181,8 +9181,8 @@ static bool chat_listen(Cli *cli) {
     while (line->edits && text_ends(said, "\n")) said->s[--said->n] = 0;   // a paste's last one
     if (!leaves) interrupted = 0;
     if (!ok || leaves || said->n) terminal_undo();   // else more is typed in the same mode
-    if (!ok || !said->n) return ok && !leaves;
-    return !line->edits || (text_replace(cli, last, 0, last->n, said->s, said->n) && ++cli->n_typed);
+    if (!ok || !said->n || !line->edits) return ok && (said->n || !leaves);
+    return text_replace(cli, last, 0, last->n, said->s, said->n) && ++cli->n_typed;
 }
 
 // ---- 43. modes ----
