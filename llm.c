@@ -8612,13 +8612,15 @@ static bool generate_guessing(Session *s, const int32_t *ids, int n, int n_predi
 // bytes that grow by doubling; behind them stands a NUL, unless n was made smaller
 typedef struct { char *s; size_t n, room; } Text;
 
-// the line that a user types, while chat_listen reads it
+// the message that a user types, while chat_listen reads it
 typedef struct {
-    size_t from;                     // where it begins in `said`, behind lines that it goes on
-    int screen, rows;                // where it is shown; rows kept free for it below its first one
+    size_t from, at, seen;           // bytes that stay, before the cursor, on the screen
+    size_t entry;                    // which text of cli->typed is edited
+    int width, height, fold;         // of the page; what the screen's width may have become
+    int top, row;                    // how many rows are above the page; the cursor's on it
     int next;                        // a key that was read ahead, or NONE
-    bool terminal, edits;            // the input is a terminal; llm edits the line, key by key
-    bool cut, done;                  // the terminal has cut a line; nothing more is to be read
+    bool shown, anew, pasted, done;  // anything is; all must be; a paste has begun; all is said
+    bool terminal, edits;            // the input is a terminal; llm edits the text, key by key
 } Line;
 
 // a file that is written: whole, before it replaces an old one
@@ -8653,7 +8655,8 @@ typedef struct {
     // One answer: chat_ids and reply begin it, print_token adds to it.
     Detokenizer detokenizer;
     Text answer;                     // in a chat
-    bool thinking, header;           // it is in its thoughts, or in the name of a channel
+    const char *thinking;            // what ends the thoughts that it is in, or NULL
+    bool header;                     // it is in the name of a channel
     double began;                    // when the first token came; 0: not yet
     // Statistics of all answers: tokens of prompts, of these found in the cache; new ones, of these
     // evaluated, in so many passes; seconds before and after first ones.
@@ -8663,33 +8666,39 @@ typedef struct {
     // A chat: chat_open begins it, run_chat goes on with it.
     ChatMessage *message;            // [n_message], each owns its content
     size_t n_message;
-    Text said, last;                 // what the user types, said before
+    Text said, shown, killed;        // what the user types; a part of it; what was cut out
+    Text typed[101];                 // before, and now: text n_typed, modulo 101
+    size_t n_typed;
     Line line;
     bool outgrown;                   // the chat is longer than its window
 } Cli;
 
-// Ctrl-C adds STOP, which ends what is under way. In a chat that is an answer or a half typed line,
-// and then this is 0 again. From LEAVE on, which is two of them, the chat ends.
-enum { STOP = 1, LEAVE = 2 };
+// Ctrl-C adds STOP, which ends what is under way. In a chat that is an answer or a half typed text,
+// and then this is 0 again. From LEAVE on, which is two of them or a signal, the chat ends.
+enum { STOP = 1, LEAVE = 2, HANG_UP = 16 };
 static volatile sig_atomic_t interrupted;
-static volatile sig_atomic_t dimmed, edited;   // thoughts are, a line is: signals undo it
+static volatile sig_atomic_t dimmed, edited, marked;   // thoughts, a line, pastes: signals undo it
 static struct termios own_mode;   // of the terminal, where no line is edited
+static int screen;                // the terminal that shows the line
 
 static void terminal_undo(void) {   // by write, and not into a terminal that nobody reads
-    bool ready = dimmed && poll(&(struct pollfd){STDOUT_FILENO, POLLOUT, 0}, 1, 100) > 0;
-    if (ready) (void)!write(STDOUT_FILENO, "\033[0m", 4);
+    struct pollfd to = {dimmed ? STDOUT_FILENO : screen, POLLOUT, 0};
+    bool ready = (dimmed || marked) && poll(&to, 1, 100) > 0;
+    if (ready) (void)!write(to.fd, dimmed ? "\033[0m" : "\033[?2004l", dimmed ? 4 : 8);
     if (edited) tcsetattr(STDIN_FILENO, TCSANOW, &own_mode);
-    dimmed = edited = 0;
+    dimmed = edited = marked = 0;
 }
 
-// SIGTERM and SIGHUP, where a line is edited, end the chat. SIGCONT only ends a wait. The others do
-// what they do by default, once the terminal is as it was.
+// SIGTERM and SIGHUP, where a line is edited, end the chat. SIGCONT, behind which the mode is a
+// shell's, and SIGWINCH only end a wait. The others, and a third Ctrl-C, do what is their default
+// once the terminal is as it was.
 static void on_signal(int sig) {
     struct sigaction caught;
     int error = errno;
-    if (sig == SIGINT) interrupted += STOP;
-    else if (edited && (sig == SIGTERM || sig == SIGHUP)) interrupted += LEAVE;
-    else if (sig != SIGCONT) {
+    if (sig == SIGINT && interrupted < LEAVE) interrupted += STOP;
+    else if (edited && (sig == SIGTERM || sig == SIGHUP)) interrupted += HANG_UP;
+    else if (sig == SIGCONT) edited = 0;
+    else if (sig != SIGWINCH) {
         terminal_undo();
         sigaction(sig, &(struct sigaction){.sa_handler = SIG_DFL}, &caught);
         raise(sig);
@@ -8919,15 +8928,21 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
     return check_options(cli, prompts);
 }
 
-// appends s[n], which may be a part of the text itself where that has room
-static bool text_add(Cli *cli, Text *t, const char *s, size_t n) {
-    size_t room = t->n + n < t->room ? t->room : 2 * (t->n + n) + 1;
+// puts s[n], which may be a part of the text itself where that has room, in place of a part
+static bool text_replace(Cli *cli, Text *t, size_t from, size_t to, const char *s, size_t n) {
+    size_t rest = t->n - to, size = from + n + rest;
+    size_t room = size < t->room ? t->room : 2 * size + 1;
     char *more = room == t->room ? t->s : realloc(t->s, room);
     if (!more) return fail(&cli->e, "out of memory");
-    if (n) memmove(more + t->n, s, n);   // s of nothing may be NULL
-    *t = (Text){more, t->n + n, room};
-    more[t->n] = 0;
+    if (rest) memmove(more + from + n, more + to, rest);
+    if (n) memmove(more + from, s, n);   // s of nothing may be NULL
+    *t = (Text){more, size, room};
+    more[size] = 0;
     return true;
+}
+
+static bool text_add(Cli *cli, Text *t, const char *s, size_t n) {
+    return text_replace(cli, t, t->n, t->n, s, n);
 }
 
 static bool text_ends(const Text *t, const char *with) {
@@ -8951,6 +8966,8 @@ static bool read_file(Cli *cli, const char *path, Text *t) {
     if (path != cli->ppl) t->n -= text_ends(t, "\r\n") ? 2 : text_ends(t, "\n");
     return ok;
 }
+
+static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
 // Is a file a model, or does this call read it? A chat that -f began may be saved there.
 static bool is_input(const Cli *cli, const char *path, const struct stat *st) {
@@ -9142,13 +9159,17 @@ static bool chat_render(Cli *cli, const ChatMessage *m, size_t n, int think, Ren
                            think, r, &cli->e);
 }
 
-// makes a text the system message, in place of an earlier one, unless the template refuses it
-static bool chat_system(Cli *cli, Text *t) {
-    ChatMessage trial[] = {{str("system"), {t->s, t->n}}, {str("user"), str("Hello")}};
-    bool had = chat_has_system(cli);
-    Rendered r;
-    bool ok = chat_render(cli, trial, 2, -1, &r) && chat_add(cli, str("system"), t);
+// Makes a text, or what @FILE holds, the system message, in place of an earlier one, unless the
+// template refuses it.
+static bool chat_system(Cli *cli, const char *text) {
+    Text t = {0};
+    Rendered r = {0};
+    bool had = chat_has_system(cli), ok = *text == '@' ? read_file(cli, text + 1, &t)
+                                                       : text_add(cli, &t, text, strlen(text));
+    ChatMessage trial[] = {{str("system"), {t.s, t.n}}, {str("user"), str("Hello")}};
+    ok = ok && chat_render(cli, trial, 2, -1, &r) && chat_add(cli, str("system"), &t);
     rendered_free(&r);
+    free(t.s);
     if (!ok) return false;
     ChatMessage *m = cli->message, last = m[--cli->n_message];
     if (had) free((char *)m[0].content.s);
@@ -9179,11 +9200,13 @@ static bool chat_ids(Cli *cli) {
     for (size_t i = 0; ok && i < COUNT(THOUGHTS); i++) {
         size_t open = strlen(THOUGHTS[i].open);
         if (!text_ends(&(Text){r.text, n, 0}, THOUGHTS[i].open) || r.mark[n - 1]) continue;
+        cli->thinking = THOUGHTS[i].close;
         ok = text_add(cli, &cli->answer, r.text + n - open, r.n - n + open);
     }
     rendered_free(&r);
     if (cli->answer.n) str_cut(&begun, cli->answer.s);
     if (begun.n) cli->answer.n = 0;
+    if (!cli->answer.n) cli->thinking = NULL;
     if (cli->render) fwrite(begun.s, 1, begun.n, stdout);
     else ok = ok && tokenize(t, begun.s, begun.n, NULL, TOKENS_SPECIAL, ids, &cli->e);
     // the tokenizer puts a space behind special tokens that is no part of the answer
@@ -9194,15 +9217,12 @@ static bool chat_ids(Cli *cli) {
 
 // adds the messages that the command line gives; for one answer or --render, renders them
 static bool chat_open(Cli *cli) {
-    const char *system = cli->system;
     ChatMessage trial = {str("user"), str("Hello")};
     Rendered off = {0}, on = {0};
     if (!cli->template.n)
         return fail(&cli->e, "%s: no chat template; --template FILE reads one", cli->model);
     if (cli->text.s && !chat_read(cli)) return false;
-    bool ok = !system || (*system == '@' ? read_file(cli, system + 1, &cli->said)
-                                         : text_add(cli, &cli->said, system, strlen(system)));
-    if (!ok || (system && !chat_system(cli, &cli->said))) return false;
+    if (cli->system && !chat_system(cli, cli->system)) return false;
     if (cli->think && chat_render(cli, &trial, 1, 0, &off) &&
         chat_render(cli, &trial, 1, 1, &on) && !strcmp(on.text, off.text))
         note("the chat template has no switch for --think");
@@ -9212,29 +9232,41 @@ static bool chat_open(Cli *cli) {
 }
 
 // A terminal gives one line at a time, cuts it at 4,095 bytes, and hides it until Enter. So llm
-// reads single keys and edits the line itself. The terminal has its own mode again before the model
-// answers, before llm stops, and at the end. A paste of "one\ntwo\r\n" is one message: behind \n
-// typed_enter waits PASTE ms for more; `t` comes, and is left in line.next; `said` is "one\n" now,
-// and the next line begins there. \r\n it takes for one end of a line, and waits in vain.
+// reads single keys and edits the message itself. The terminal has its own mode again before the
+// model answers, before llm stops, and at the end. Most terminals mark a paste, and there Enter
+// begins a line. Without marks, "one\ntwo\r\n" is one message, too: behind \n typed_enter waits
+// PASTE ms for more; `t` comes, and is left in line.next. \r\n it takes for one end of a line.
 
 enum { TERMINAL_LINE = 4095, PASTE = 50, NONE = -2 };   // bytes; ms: nobody types faster; no key
-enum { CTRL_C = 3, CTRL_D = 4, CTRL_U = 21, CTRL_W = 23, CTRL_Z = 26, ESCAPE = 27, DELETE = 127 };
+enum { CTRL_C = 3, CTRL_D = 4, ESCAPE = 27, DELETE = 127 };
 
-static bool terminal_set(bool edit) {
-    struct termios mode = own_mode;
-    if (edit) mode.c_iflag &= ~ICRNL;
-    if (edit) mode.c_lflag &= ~(ICANON | ECHO | ISIG | IEXTEN);
-    edited = true;
-    bool ok = !tcsetattr(STDIN_FILENO, TCSANOW, &mode);
-    edited = edit;
-    return ok;
-}
+// What keys do, and as far as the next of what: some behind the cursor, some before it. KILL erases
+// what YANK brings back. BLANKS: of words that end nowhere else. A new key is a word or a row here.
+enum { GO, ERASE, KILL, YANK, RECALL, NEWLINE, CLEAR, SUSPEND, PASTED };
+enum { CHARACTER, WORD, BLANKS, LINE };
+static const struct { int does, place; const char *on, *back; } EDITS[] = {
+    {GO, CHARACTER, "\6 \33[C \33OC", "\2 \33[D \33OD"},        // Ctrl-F, Right; Ctrl-B, Left
+    {GO, WORD, "\33f \33[1;5C \33[1;3C", "\33b \33[1;5D \33[1;3D"},   // Alt-F, Ctrl-Right
+    {GO, LINE, "\5 \33[F \33OF \33[4~ \33[8~", "\1 \33[H \33OH \33[1~ \33[7~"},   // Ctrl-E, End
+    {ERASE, CHARACTER, "\4 \33[3~", "\b \177"},                 // Ctrl-D, Delete; Backspace
+    {KILL, LINE, "\13", "\25"}, {KILL, BLANKS, "", "\27"},      // Ctrl-K; Ctrl-U, Ctrl-W
+    {KILL, WORD, "\33d", "\33\177 \33\b"}, {YANK, 0, "\31", ""},   // Alt-D; Alt-Backspace; Ctrl-Y
+    {RECALL, 0, "\16 \33[B \33OB", "\20 \33[A \33OA"},          // Ctrl-N, Down; Ctrl-P, Up
+    {NEWLINE, 0, "\33\r \33\n", ""}, {CLEAR, 0, "\14", ""},     // Alt-Enter, Ctrl-L
+    {SUSPEND, 0, "\32", ""}, {PASTED, 0, "\33[200~", "\33[201~"},   // Ctrl-Z; marks of a paste
+};
 
-// Lets llm edit the line. False: something was typed ahead, or the input is no terminal.
-static bool edit_begins(void) {
+// Lets llm edit the message. False: the input is no terminal, or something was typed ahead.
+static bool edit_begins(bool again) {
     tcdrain(STDIN_FILENO);   // stops a background job until fg: the mode is a shell's till then
     bool ahead = poll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, 0) > 0;
-    return !ahead && !tcgetattr(STDIN_FILENO, &own_mode) && terminal_set(true);
+    if (!again && (ahead || tcgetattr(STDIN_FILENO, &own_mode))) return false;
+    struct termios mode = own_mode;
+    mode.c_iflag &= ~ICRNL;
+    mode.c_lflag &= ~(ICANON | ECHO | ISIG | IEXTEN);
+    edited = true;   // also while it begins
+    edited = !tcsetattr(STDIN_FILENO, TCSANOW, &mode);
+    return edited;
 }
 
 // the next byte of the input within ms (-1: no limit); EOF at its end; NONE: none came, or a signal
@@ -9247,120 +9279,236 @@ static int next_byte(int ms) {
     return read(STDIN_FILENO, &c, 1) == 1 ? c : EOF;
 }
 
-// Shows the character that was typed, or all of the line anew. How wide they are the terminal alone
-// knows, but no character has more cells than bytes. Before the line can wrap, rows below it are
-// made free: once the screen scrolls, ESC 8 no longer finds what ESC 7 has saved.
-static void show_line(Cli *cli, bool anew) {
+// the text that is edited: a new one, or an earlier one
+static Text *typed(Cli *cli) { return &cli->typed[cli->line.entry % COUNT(cli->typed)]; }
+
+// Does byte i go on with the character before it, as accents do, and what U+200D joins?
+static bool joins(const Text *t, size_t i) {
+    size_t used;
+    uint32_t c = utf8_decode(t->s + i, t->n - i, &used);
+    bool more = (t->s[i] & 0xC0) == 0x80 || unicode_classes(c) & CLASS('M') || c - 0x1F3FB < 5;
+    return more || c == 0x200D || (i > 2 && !memcmp(t->s + i - 3, "\u200D", 3));
+}
+
+// the next place of a kind, before or behind the cursor
+static size_t reach(Cli *cli, bool back, int place) {
+    const Text *said = typed(cli);
+    size_t at = cli->line.at, end = back ? cli->line.from : said->n;
+    for (bool there = at == end; !there && (at += back ? -1 : 1) != end;) {
+        char passed = said->s[back ? at : at - 1], next = said->s[back ? at - 1 : at];
+        if (place == CHARACTER) there = !joins(said, at);
+        if (place == WORD) there = in_name(passed) && !in_name(next);
+        if (place == BLANKS) there = !isspace((uint8_t)passed) && isspace((uint8_t)next);
+        if (place == LINE) there = next == '\n';
+    }
+    return at;
+}
+
+// how many cells of the screen a character takes, at most: the terminal alone knows
+static int cells(uint32_t c) {
+    if (c == '\n' || c == 0x200D || (c >= 0x300 && c < 0x370)) return 0;   // joined, or an accent
+    bool narrow = (c < 0x2300 && c >> 8 != 0x11) || c - 0xFF61 < 0x7F;
+    return narrow ? 1 : 2;
+}
+
+// Shows the message from byte `from` to byte `to`, as far as it is on the page, and returns the row
+// of `to`. "> " begins a line, a blank stands for a control character. A row ends where the next
+// character may not fit: so no terminal wraps it. Only a resized one has folded it meanwhile.
+static int show_text(Cli *cli, size_t from, size_t to) {
+    const Text *said = typed(cli);
+    const Line *line = &cli->line;
+    Text *shown = &cli->shown;   // all at once: nothing flickers
+    int row = 0, column = 2;
+    shown->n = 0;
+    for (size_t i = line->from, used; i < said->n; i += used) {
+        uint32_t c = utf8_decode(said->s + i, said->n - i, &used);
+        bool wraps = column + cells(c) > line->width, begins = wraps || (c == '\n' && i < to);
+        if (begins) row += 1 + (column - 1) / line->fold;
+        if (begins) column = wraps ? 0 : 2;
+        bool visible = i >= from && row >= line->top && row - line->top < line->height;
+        if (visible && begins && row > line->top) text_add(cli, shown, "\n", 1);
+        if (i >= to) break;
+        if (visible && c == '\n') text_add(cli, shown, "> ", 2);
+        else if (visible && is_control(c)) text_add(cli, shown, " ", 1);
+        else if (visible) text_add(cli, shown, said->s + i, used);
+        column += cells(c);
+    }
+    if (shown->n) dprintf(screen, "%.*s", (int)shown->n, shown->s);
+    return row + (column - 1) / line->fold;
+}
+
+static void show_home(const Cli *cli, int up) {   // takes the cursor to where the page begins
+    for (; up > 0; up--) dprintf(screen, "\033[A");
+    dprintf(screen, cli->line.top ? "\r" : "\r> ");
+}
+
+// Brings the screen up to date: shows what was added at the end, or else the page with the cursor
+// anew. Then the text before the cursor, shown once more, takes the cursor to its place, however
+// wide that text is. A dumb terminal has pages of one row. At the end all of the message is shown.
+static void show_line(Cli *cli) {
     Line *line = &cli->line;
-    const Text *said = &cli->said;
+    size_t n = typed(cli)->n;
     struct winsize size;
-    if (!(own_mode.c_lflag & ECHO)) return;   // Emacs shows what it sends
-    if (ioctl(line->screen, TIOCGWINSZ, &size) || size.ws_col < 2)
+    if (!line->shown) return;
+    if (ioctl(screen, TIOCGWINSZ, &size) || size.ws_col < 8 || size.ws_row < 2)
         size = (struct winsize){.ws_row = 24, .ws_col = 80};
-    int width = size.ws_col - 1, rows = 0;
-    size_t from = said->n - 1;
-    if (!cli->dumb) rows = fmin((2 + said->n - line->from) / width, size.ws_row - 1);
-    bool grows = rows > line->rows;
-    if (grows || anew) {
-        if (line->rows) dprintf(line->screen, "\0338\033[J");
-        else dprintf(line->screen, "\r%*s\r", width, "");
-        for (int i = 0; grows && i < rows; i++) dprintf(line->screen, "\n");
-        if (grows) dprintf(line->screen, "\033[%dA\0337", rows);
-        line->rows = larger(line->rows, rows);
-        dprintf(line->screen, "> ");
-        from = line->from;
+    int width = size.ws_col - cli->dumb;
+    line->fold = width;
+    line->height = cli->dumb ? 1 : size.ws_row - 1;
+    if (line->done && show_text(cli, n, n) > 0) line->fold = line->height = INT_MAX;   // all of it
+    if (line->seen > line->from && line->width != line->fold) {
+        line->row = show_text(cli, n, line->at) - line->top;
+        line->anew = true;
     }
-    for (const char *c = said->s + from; c < said->s + said->n; c++)
-        dprintf(line->screen, "%c", (uint8_t)*c < ' ' ? ' ' : *c);
+    line->width = line->fold;
+    int row = show_text(cli, n, line->at), top = fmax(row - line->height + 1, 0);
+    if (line->anew || top != line->top) {
+        line->top = top;
+        if (cli->dumb) dprintf(screen, "\r%*s", width, "");
+        show_home(cli, line->row);
+        if (!cli->dumb) dprintf(screen, line->top ? "\033[J" : "\033[J\r> ");
+        int last = show_text(cli, line->from, n);
+        if (line->at < n) {
+            show_home(cli, smaller(last - top, line->height - 1));
+            show_text(cli, line->from, line->at);
+        }
+    } else show_text(cli, line->seen, n);
+    line->row = row - top;
+    line->seen = n;
+    line->anew = false;
 }
 
-// Reads what a key sends behind ESC, as [1;5A. The arrow up, [A or OA, brings back what was said.
-static bool typed_escape(Cli *cli) {
-    int brackets = 0, key;
-    while ((key = next_byte(PASTE)) > 0 && strchr("\033[O;0123456789", key))
-        if (key == '[' || key == 'O') brackets++;
+static void show_end(Cli *cli) {   // takes the cursor behind the message
+    if (cli->line.at < typed(cli)->n) cli->line.anew = true;
+    cli->line.at = typed(cli)->n;
+    show_line(cli);
+}
+
+// Asks for a message in a row of its own. From now on a terminal marks pastes.
+static void show_prompt(Cli *cli) {
+    Line *line = &cli->line;
+    screen = isatty(STDOUT_FILENO) ? STDOUT_FILENO : STDIN_FILENO;
+    if (isatty(STDERR_FILENO)) screen = STDERR_FILENO;
+    line->row = line->top = 0;
+    line->seen = line->from;
+    line->anew = line->at < typed(cli)->n;
+    line->shown = line->edits && own_mode.c_lflag & ECHO;   // Emacs shows what it sends
+    marked = line->shown && !cli->dumb;
+    dprintf(screen, marked ? "> \033[?2004h" : "> ");
+}
+
+// Puts s [n] in place of a part of the message, and the cursor behind it.
+static bool edit(Cli *cli, size_t from, size_t to, const char *s, size_t n) {
+    Line *line = &cli->line;
+    if (from < typed(cli)->n) line->anew = true;
+    line->at = from + n;
+    return text_replace(cli, typed(cli), from, to, s, n);
+}
+
+// Obeys a key that is no text: a control character, or ESC and what comes with it, as [1;5D.
+static bool typed_key(Cli *cli, int key) {
+    const Text *said = typed(cli);
+    Text *killed = &cli->killed;
+    Line *line = &cli->line;
+    char s[16];
+    Str keys = {s, 0};
+    size_t k = 0;
+    do s[keys.n++] = key;
+    while (key && strchr("\33[O;0123456789", key) && keys.n < 16 && (key = next_byte(PASTE)) > 0);
     for (int left = key > 0 ? utf8_length(key) : 1; left > 1; left--) next_byte(PASTE);
-    if (key != 'A' || brackets != 1 || !cli->last.n) return true;
-    cli->said.n = cli->line.from;
-    return text_add(cli, &cli->said, cli->last.s, cli->last.n);
-}
-
-// Obeys a key that is no text. It may erase a character, a word or all of the line.
-static bool typed_control(Cli *cli, int key) {
-    Text *said = &cli->said;
-    bool erases = key == '\b' || key == DELETE || key == CTRL_U || key == CTRL_W;
-    while (erases && said->n > cli->line.from) {
-        while (--said->n > cli->line.from && (said->s[said->n] & 0xC0) == 0x80) {}
-        erases = key == CTRL_U || (key == CTRL_W && !text_ends(said, " "));
+    while (k < COUNT(EDITS) && !is(keys, EDITS[k].on) && !is(keys, EDITS[k].back)) k++;
+    if (k == COUNT(EDITS) || (line->pasted && EDITS[k].does != PASTED)) return true;
+    bool back = is(keys, EDITS[k].back);
+    size_t at = line->at, to = reach(cli, back, EDITS[k].place), entry = line->entry;
+    size_t left = smaller(at, to), right = larger(at, to);
+    int does = EDITS[k].does;
+    if (does != SUSPEND) line->anew = true;
+    if (does == GO) line->at = to;
+    if (does == YANK) return edit(cli, at, at, killed->s, killed->n);
+    if (does == NEWLINE) return edit(cli, at, at, "\n", 1);
+    if (does == KILL && !text_replace(cli, killed, 0, killed->n, said->s + left, right - left))
+        return false;
+    if (does == KILL || does == ERASE) return edit(cli, left, right, "", 0);
+    if (does == RECALL && back && entry && cli->n_typed - entry + 1 < COUNT(cli->typed)) entry--;
+    if (does == RECALL && !back && entry < cli->n_typed) entry++;
+    if (entry != line->entry) {   // what is left, a draft too, stays as it is now
+        line->entry = entry;
+        line->from = 0;
+        line->at = typed(cli)->n;
     }
-    bool ok = key != ESCAPE || typed_escape(cli);
-    show_line(cli, true);
-    return ok;
+    if (does == CLEAR) line->row = 0;
+    if (does == CLEAR && !cli->dumb) dprintf(screen, "\033[H\033[2J");
+    if (does == PASTED) line->pasted = !back;
+    if (does == SUSPEND) {
+        show_end(cli);
+        terminal_undo();
+        kill(0, SIGTSTP);
+    }
+    return true;
 }
 
-// Ends a line. The message goes on if that ends in a backslash, or if more comes at once.
+// Ends a line. The message goes on behind a backslash, in a paste, or if more comes at once.
 static bool typed_enter(Cli *cli, int key) {
-    Text *said = &cli->said;
+    Text *said = typed(cli);
     Line *line = &cli->line;
     if (line->edits) line->next = next_byte(PASTE);
     if (key == '\r' && line->next == '\n') line->next = next_byte(PASTE);
-    if (line->terminal && !line->edits && said->n - line->from >= TERMINAL_LINE) line->cut = true;
-    if (text_ends(said, "\r")) said->n--;
-    bool goes_on = said->n > line->from && text_ends(said, "\\");
-    if (goes_on) said->n--;
-    if (line->edits && own_mode.c_lflag & ECHO) dprintf(line->screen, "\n");
-    if (goes_on && !line->edits) line->edits = edit_begins();
-    if (line->terminal && goes_on && line->next <= 0) dprintf(line->screen, "> ");
-    line->done = !goes_on && line->next <= 0;
-    bool ok = line->done || text_add(cli, said, "\n", 1);
+    bool cut = line->terminal && !line->edits && said->n - line->from >= TERMINAL_LINE;
+    if (cut) return fail(&cli->e, "the terminal cut a line to %d bytes", TERMINAL_LINE);
+    if (!line->edits && text_ends(said, "\r")) line->at = --said->n;
+    size_t from = line->at;
+    bool goes_on = from > line->from && said->s[from - 1] == '\\' && !line->pasted;
+    if (goes_on) from--;
+    line->done = !goes_on && line->next <= 0 && !line->pasted;
+    if (!line->done && !edit(cli, from, line->at, "\n", 1)) return false;
+    if (line->edits) return true;
     line->from = said->n;
-    line->rows = 0;
-    return ok;
+    if (goes_on) line->edits = edit_begins(false);
+    if (line->terminal && goes_on) show_prompt(cli);
+    return true;
 }
 
 // Reads what the user says next into cli->said: a line, and what goes on with it behind a backslash
 // or comes at once, as a paste does. False at the end of the input, or if cli->e says what failed.
 static bool chat_listen(Cli *cli) {
-    Text *said = &cli->said;
+    Text *said = &cli->said, *last = &cli->typed[cli->n_typed % COUNT(cli->typed)];
     Line *line = &cli->line;
-    bool ok = true;
-    *line = (Line){.screen = STDIN_FILENO, .next = NONE, .terminal = isatty(STDIN_FILENO)};
-    if (isatty(STDOUT_FILENO)) line->screen = STDOUT_FILENO;
-    if (isatty(STDERR_FILENO)) line->screen = STDERR_FILENO;
-    line->edits = edit_begins();
-    said->n = 0;
-    if (line->terminal) dprintf(line->screen, "> ");
+    *line = (Line){.next = NONE, .entry = cli->n_typed, .terminal = isatty(STDIN_FILENO)};
+    last->n = said->n = 0;
+    bool ok = text_add(cli, last, "", 0), leaves = false;
+    line->edits = edited || edit_begins(false);
+    if (line->terminal) show_prompt(cli);
     while (ok && !line->done) {
-        int key = line->next > 0 ? line->next : next_byte(-1);
-        bool edits = line->edits, half = edits && said->n;   // there is something to drop
-        bool control = edits && key != '\t' && (key < ' ' || key == DELETE);
-        line->next = NONE;
-        if (edits && key == CTRL_C) interrupted += STOP;
-        bool leaves = interrupted >= (half ? LEAVE : STOP);
-        if (leaves || key == EOF || (edits && key == CTRL_D && !said->n)) {
-            ok = !leaves && said->n;   // a last line may have no newline
-            line->done = true;
-            if (line->terminal) dprintf(line->screen, "\n");
-        } else if (key == '\n' || (edits && key == '\r')) ok = typed_enter(cli, key);
-        else if (edits && (interrupted || key == NONE || key == CTRL_Z)) {
-            // Ctrl-C drops the message; behind it, Ctrl-Z or another signal a new row is begun
-            if (key == CTRL_Z) kill(0, SIGTSTP);
-            if (interrupted) said->n = line->from = interrupted = 0;
-            terminal_set(true);
-            dprintf(line->screen, "\n> ");
-            line->rows = 0;
-            if (said->n > line->from) show_line(cli, true);
-        } else if (control) ok = typed_control(cli, key);
-        else if (key != NONE) {
-            ok = text_add(cli, said, &(char){key}, 1);
-            if (edits) show_line(cli, false);
-            else if (said->n == 3 && text_ends(said, "\xEF\xBB\xBF")) said->n = 0;   // a BOM
+        bool edits = line->edits, half = edits && typed(cli)->n;   // the first Ctrl-C drops that
+        if (edits && !edited) {   // llm was stopped, and goes on
+            edit_begins(true);
+            dprintf(screen, "\n");
+            show_prompt(cli);
         }
+        int key = line->next > 0 ? line->next : next_byte(0);
+        if (key == NONE) {
+            show_line(cli);
+            key = next_byte(-1);
+        }
+        bool control = edits && key >= 0 && key != '\t' && (key < ' ' || key == DELETE);
+        line->next = NONE;
+        bool bye = edits && key == CTRL_D && !half && !line->pasted;
+        if (edits && key == CTRL_C) interrupted += STOP;
+        leaves = bye || key == EOF || interrupted >= STOP + half;
+        if (leaves || interrupted) line->done = true;
+        else if (key == '\n' || (edits && key == '\r')) ok = typed_enter(cli, key);
+        else if (control) ok = typed_key(cli, key);
+        else if (key != NONE) ok = edit(cli, line->at, line->at, &(char){key}, 1);
     }
-    if (line->edits) terminal_set(false);
-    if (line->cut) fputs("llm: the terminal cut this line: it is not sent\n", stderr);
-    if (line->cut) said->n = 0;
-    return ok && text_add(cli, said, "", 0);
+    if (ok && !line->edits && !strncmp(last->s, "\xEF\xBB\xBF", 3)) edit(cli, 0, 3, "", 0);
+    show_end(cli);
+    if (line->terminal && (line->shown || leaves || interrupted)) dprintf(screen, "\n");
+    if (!interrupted) ok = ok && text_add(cli, said, typed(cli)->s, typed(cli)->n);
+    while (line->edits && text_ends(said, "\n")) said->s[--said->n] = 0;   // a paste's last one
+    if (!leaves) interrupted = 0;
+    if (!ok || leaves || said->n) terminal_undo();   // else more is typed in the same mode
+    if (!ok || !said->n || !line->edits) return ok && (said->n || !leaves);
+    return text_replace(cli, last, 0, last->n, said->s, said->n) && ++cli->n_typed;
 }
 
 // ---- 43. modes ----
@@ -9413,13 +9561,13 @@ static double token_bytes(const Session *s, int pos) {
     return sum;
 }
 
-// Adds a byte to the answer of a chat, and follows whether thoughts begin or end there.
-static bool answer_add(Cli *cli, char byte) {
+// Adds a character to the answer of a chat, and follows whether thoughts begin or end there.
+static bool answer_add(Cli *cli, const char *s, size_t n) {
     Text *answer = &cli->answer;
-    if (!text_add(cli, answer, &byte, 1)) return false;
+    if (!text_add(cli, answer, s, n)) return false;
     for (size_t i = 0; i < COUNT(THOUGHTS); i++) {
-        if (text_ends(answer, THOUGHTS[i].open)) cli->thinking = true;
-        if (text_ends(answer, THOUGHTS[i].close)) cli->thinking = false;
+        if (text_ends(answer, THOUGHTS[i].open)) cli->thinking = THOUGHTS[i].close;
+        if (text_ends(answer, THOUGHTS[i].close)) cli->thinking = NULL;
     }
     if (text_ends(answer, FINAL)) {
         if (cli->dims && answer->n > strlen(FINAL)) putchar('\n');   // behind thoughts
@@ -9435,7 +9583,6 @@ static bool print_token(void *ctx, int32_t id) {
     if (!cli->began) {
         cli->began = now();
         cli->header = false;
-        cli->thinking = cli->answer.n > 0;   // the template has opened its thoughts
         if (!cli->dims && cli->answer.n) fwrite(cli->answer.s, 1, cli->answer.n, stdout);
     }
     if (!t->kind) printf(cli->n_new ? " %d" : "%d", id);   // the file has no tokenizer
@@ -9450,15 +9597,18 @@ static bool print_token(void *ctx, int32_t id) {
     else if (cli->n_message && control)
         shown = is(name, "<think> </think> [THINK] [/THINK] <|channel> <channel|> "
                          "<seed:think> </seed:think>");
-    for (; ok && s.n > 0; s = str_from(s, 1)) {
-        if (cli->dims && dimmed != cli->thinking) {
+    for (size_t used; ok && s.n > 0; s = str_from(s, used)) {
+        uint32_t c = utf8_decode(s.s, s.n, &used);
+        bool thinks = cli->thinking, acts = is_control(c) && c != '\n' && c != '\t';
+        if (cli->dims && dimmed != thinks) {
             dimmed = true;   // a moment too long rather than too short
-            fputs(cli->thinking ? "\033[2m" : "\033[0m", stdout);
+            fputs(thinks ? "\033[2m" : "\033[0m", stdout);
             fflush(stdout);
-            dimmed = cli->thinking;
+            dimmed = thinks;
         }
-        if (shown) putchar(*s.s);
-        if (cli->n_message) ok = answer_add(cli, *s.s);
+        if (acts && isatty(STDOUT_FILENO)) putchar(' ');
+        else if (shown) fwrite(s.s, 1, used, stdout);
+        if (cli->n_message) ok = answer_add(cli, s.s, used);
     }
     if (cli->thinking || is(name, "<|message|> <channel|>")) cli->header = false;
     fflush(stdout);
@@ -9594,18 +9744,50 @@ static void print_notes(const Cli *cli) {
 // Answers the last message, or drops it. One Ctrl-C ends the answer, a second one the chat.
 static bool chat_answer(Cli *cli) {
     Text *a = &cli->answer;
+    size_t n_new = cli->n_new;
     bool ok = chat_ids(cli), forgets = cli->m.config.hd && !cli->s.o.keep;
     bool outgrown = forgets && cli->ids.n > (size_t)cli->s.o.window;
     if (outgrown && !cli->outgrown)
         note("the chat's beginning, a system message first, is out of sight now; --keep N pins the "
              "first N tokens");
     cli->outgrown = outgrown;
-    ok = ok && (reply(cli) || interrupted == STOP);
-    if (interrupted == STOP) interrupted = cli->e.text[0] = 0;
+    ok = ok && (reply(cli) || (interrupted == STOP && cli->n_new > n_new));
+    if (interrupted == STOP) interrupted = 0;
     if (a->n && strstr(a->s, "<|channel|>")) a->n = 0;   // gpt-oss has only thought
+    else if (cli->thinking) ok = ok && text_add(cli, a, cli->thinking, strlen(cli->thinking));
     ok = ok && chat_add(cli, str("assistant"), a);
     if (!ok) chat_clear(cli, cli->n_message - 1);
     return ok;
+}
+
+// the commands of a chat, and what else its help says
+static const struct { const char *name, *value, *help; } COMMANDS[] = {
+    {"/system", "TEXT", "the system message from now on; @FILE reads it"},
+    {"/reset", "", "forgets all but that"},
+    {"/stats", "", "speeds so far"},
+    {"/save", "FILE", "writes the conversation; -i -f FILE goes on with it"},
+    {"/quit", "", "ends the chat, as Ctrl-D does"}, {"/exit", "", "too"}, {"/bye", "", "too"},
+    {"/help", "", "this list; a blank before / sends a text that begins so"},
+    {"Enter", "", "behind \\ or with Alt begins a line; Ctrl-C stops an answer"},
+};
+
+static void print_commands(void) {
+    for (size_t i = 0; i < COUNT(COMMANDS); i++)
+        fprintf(stderr, "%-7s %-5s %s\n", COMMANDS[i].name, COMMANDS[i].value, COMMANDS[i].help);
+}
+
+// Is that a command, or was one meant? That is a letter away, or a word alone.
+static bool is_command(Str word, bool alone) {
+    size_t letters = 1;
+    while (letters < word.n && isalpha((uint8_t)word.s[letters])) letters++;
+    bool meant = alone && letters > 1 && letters == word.n;
+    for (size_t i = 0; !meant && i < COUNT(COMMANDS); i++) {
+        Str a = word, b = str(COMMANDS[i].name);
+        for (; a.n && b.n && *a.s == *b.s; a = str_from(a, 1)) b = str_from(b, 1);
+        for (; a.n && b.n && a.s[a.n - 1] == b.s[b.n - 1]; a.n--) b.n--;
+        meant = a.n < 2 && b.n < 2;
+    }
+    return meant && *word.s == '/';
 }
 
 // A chat. An error ends a turn, and not the chat, unless the input is no terminal.
@@ -9615,28 +9797,22 @@ static bool run_chat(Cli *cli) {
     bool asked = n && str_eq(cli->message[n - 1].role, "user"), ok = !asked || chat_answer(cli);
     while (!interrupted && !ferror(stdout) && (ok || isatty(STDIN_FILENO))) {
         if (!ok) fprintf(stderr, "llm: %s; what was said is dropped\n", cli->e.text);
-        ok = true;
         cli->e.text[0] = 0;
-        if (!chat_listen(cli)) return !cli->e.text[0];
-        if (!said->n) continue;
-        Str word = {said->s, strcspn(said->s, " ")};
+        ok = chat_listen(cli);
+        if (!ok && !cli->e.text[0]) return true;
+        if (!ok || !said->n) continue;
+        Str word = {said->s, strcspn(said->s, " \n")};
         const char *value = word.s + word.n + strspn(word.s + word.n, " ");
-        if (!is(word, "/system /reset /stats /save /quit /exit /bye /help")) {   // for the model
-            cli->last.n = 0;
-            ok = text_add(cli, &cli->last, said->s, said->n) && chat_add(cli, str("user"), said) &&
-                 chat_answer(cli);
-        } else if (str_eq(word, "/system") && *value) {
-            said->n = 0;
-            ok = text_add(cli, said, value, strlen(value)) && chat_system(cli, said);
-        } else if (str_eq(word, "/save") && *value) {
+        if (!is_command(word, !*value)) ok = chat_add(cli, str("user"), said) && chat_answer(cli);
+        else if (str_eq(word, "/system") && *value) ok = chat_system(cli, value);
+        else if (str_eq(word, "/save") && *value) {
             while (isspace((uint8_t)said->s[said->n - 1])) said->s[--said->n] = 0;
             ok = chat_save(cli, value) ||
                  (isatty(STDIN_FILENO) && fprintf(stderr, "llm: %s\n", cli->e.text) > 0);
         } else if (is(word, "/quit /exit /bye") && !*value) return true;
         else if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
         else if (str_eq(word, "/stats") && !*value) print_statistics(cli);
-        else fputs("/system TEXT, /reset, /stats, /save FILE, /quit, /help; a line that ends in "
-                   "\\ goes on; Ctrl-C stops an answer\n", stderr);
+        else print_commands();
     }
     return ok;
 }
@@ -9784,8 +9960,7 @@ static void print_str(Str s, size_t most) {
     size_t used;
     for (size_t i = 0; i < s.n && i < most; i += used) {
         uint32_t c = utf8_decode(s.s + i, s.n - i, &used);
-        bool control = c < ' ' || (c >= 127 && c < 160);
-        if (utf8_valid(c, used) && !control) printf("%.*s", (int)used, s.s + i);
+        if (utf8_valid(c, used) && !is_control(c)) printf("%.*s", (int)used, s.s + i);
         else putchar(' ');
     }
     if (s.n > most) printf("...");
@@ -9983,11 +10158,11 @@ int main(int argc, char **argv) {
     Cli cli = {.failure = 2, .n_predict = -2, .o.draft = FEW - 1,   // -2: not given
              .o.sampling = {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f,
                             .repeat_penalty = 1, .repeat_last_n = 64, .seed = now() * 1e9}};
-    static const int signals[] = {SIGHUP, SIGQUIT, SIGTERM, SIGTSTP, SIGCONT};
+    static const int signals[] = {SIGHUP, SIGQUIT, SIGTERM, SIGTSTP, SIGCONT, SIGWINCH};
     struct sigaction caught = {.sa_handler = on_signal, .sa_flags = SA_RESTART | SA_NODEFER};
     for (size_t i = 0; i < COUNT(signals); i++)   // what is ignored, as by nohup or &, stays so
         if (signal(signals[i], SIG_IGN) != SIG_IGN) sigaction(signals[i], &caught, NULL);
-    caught.sa_flags = 0;   // Ctrl-C ends reads and writes, too
+    caught.sa_flags = SA_NODEFER;   // Ctrl-C ends reads and writes, too
     if (signal(SIGINT, SIG_IGN) != SIG_IGN) sigaction(SIGINT, &caught, NULL);
     signal(SIGXFSZ, SIG_IGN);   // a file that may not grow is an error of the write
     const char *term = getenv("TERM"), *plain = getenv("NO_COLOR");
@@ -9997,7 +10172,8 @@ int main(int argc, char **argv) {
     for (int i = 0; i < 3; i++) flags[i] = fcntl(i, F_GETFL);
     for (int i = 0; i < 3; i++) fcntl(i, F_SETFL, flags[i] & ~O_NONBLOCK);
     bool ok = parse_options(&cli, argc, argv) && run(&cli);
-    if (ok && (fflush(stdout) || ferror(stdout)))
+    terminal_undo();
+    if ((fflush(stdout) || ferror(stdout)) && ok)
         ok = fail(&cli.e, "standard output: %s", strerror(errno));
     if (cli.progress.shown) show_progress("");
     if (cli.m.tokenizer && (ok || interrupted)) print_notes(&cli);
@@ -10005,10 +10181,12 @@ int main(int argc, char **argv) {
     session_close(&cli.s);
     model_close(&cli.m);
     chat_clear(&cli, 0);
-    void *owned[] = {cli.message, cli.said.s, cli.last.s, cli.answer.s, cli.template.s, cli.text.s,
-                     cli.ids.id, cli.bench.id, cli.work};
+    void *owned[] = {cli.message, cli.said.s, cli.shown.s, cli.killed.s, cli.answer.s,
+                     cli.template.s, cli.text.s, cli.ids.id, cli.bench.id, cli.work};
     for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
+    for (size_t i = 0; i < COUNT(cli.typed); i++) free(cli.typed[i].s);
     for (int i = 0; i < 3; i++) fcntl(i, F_SETFL, flags[i]);
+    if (interrupted && interrupted < HANG_UP && signal(SIGINT, SIG_DFL) != SIG_IGN) raise(SIGINT);
     if (interrupted) return 130;
     return ok ? 0 : cli.failure;
 }

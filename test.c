@@ -3550,7 +3550,7 @@ static void write_scripted(const char *to, const char *template, const char *cha
     for (char c = '!'; c <= '~'; c++) sprintf(all + strlen(all), ",%c", c == ',' ? ' ' : c);
     strcat(all, ",<s>,<|im_start|>,<|im_end|>,<|user|>,<|assistant|>,<|message|>,<|channel|>,"
            "<|return|>,<think>,</think>,<|end|>,<|start|>,hm,yes,analysis,"
-           "<|start|>assistant<|channel|>final<|message|>");
+           "<|start|>assistant<|channel|>final<|message|>,\u011B,\u00C2,\u013D");   // ESC, CSI
     key_text(&w, "general.architecture", "llama");
     put_keys(&w, "llama", "block_count=1 context_length=4096 embedding_length=128 "
              "feed_forward_length=128 attention.head_count=4 "
@@ -3700,6 +3700,10 @@ static bool wait_for(int master, char *seen, const char *last) {
         ssize_t k = ready ? read(master, seen + n, SCREEN - 1 - n) : 0;
         if (k <= 0) return false;
         n += k;
+        for (char *mark; (mark = strstr(seen + from, "\033[?2004")) && mark[7];) {   // of pastes
+            memmove(mark, mark + 8, seen + n - (mark + 8));
+            memset(seen + (n -= 8), 0, 8);
+        }
     }
     return true;
 }
@@ -3739,6 +3743,7 @@ static const char *on_terminal(const char *command, int columns, const char *con
 static void test_cli_terminal(void) {
     char *cut = memset(need(5001), 'a', 5000);
     cut[4999] = '\n';
+    const char *wrapped = "qqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqq";
     const char *known = "sh -c 'sh -c \"echo \\$\\$ >$D/pid; exec $LLM $D/%s\"; echo $?'";
     const struct { const char *command; int columns; const char *typed[11], *pattern; } shown[] = {
         {text_of(known, "chat -i"), 80, {"> ", "half", "half", "!kill $(cat $D/pid)"},
@@ -3749,10 +3754,9 @@ static void test_cli_terminal(void) {
         {"sh -c 'stty -echo; $LLM $C -i --temp 0; stty echo'", 80,
          {"> ", "a\n", "\r\n> ", "/bye\n"}, "^> \033\\[2mhm"},
         {"$LLM $C -i", 20,
-         {"> ", "qqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqq\25Z", "> Z", "\3", "\r\n> ", "\4"},
-         "> q{16}\r {19}\r\r\n\033\\[1A\0337> q{35}\0338\033\\[J\r\n\r\n\033\\[2A\0337> q{38}"
-         "\0338\033\\[J> Z\r\n> \r\n$"},
-        {"TERM=dumb $LLM $C -i", 80, {"> ", "ab\177", "\r> a", "\3", "\r\n> ", "\4"},
+         {"> ", wrapped, wrapped + 18, "\25Z", "> Z", "\3", "\r\n> ", "\4"},
+         "> q{18}\r\nq{20}\033\\[A\r> \033\\[J\r> Z\r\n> \r\n$"},
+        {"TERM=dumb $LLM $C -i", 80, {"> ", "ab", "ab", "\177", "\r> a", "\3", "\r\n> ", "\4"},
          "ab\r {79}\r> a\r\n> "},
         {"$LLM $C -i --temp 0", 80, {"> ", "a\n", "\r\n> ", "\4"},
          "^> a\r\n\033\\[2mhm</think>\033\\[0myes.*\n> .*reused 0 of"},
@@ -3765,6 +3769,7 @@ static void test_cli_terminal(void) {
          {"> ", "half", "half", "\32", "> half", "\25\32", "\r\n> ", "\4"},
          " icanon.* echo .*> half.* icanon.* echo .*\n> \r\n$"},
         {"$LLM $C a -n 1", 80, {NULL}, "note: --chat answers"},
+        {"$LLM $D/acts --chat a --temp 0", 80, {NULL}, "^hm  yes\r\nprefill"},
         {"TERM=dumb $LLM $C --chat aa -b 9 --temp 0", 80, {NULL},
          "^[^\033]*prefill 9[^\033]*hm</think>yes[^\033]*$"},
         {"NO_COLOR=1 $LLM $C --chat a --temp 0", 80, {NULL}, "^<think>\r\nhm</think>yes[^\033]*$"},
@@ -3785,6 +3790,7 @@ static void test_cli_terminal(void) {
     check_llm("llm $D/control --chat a --temp 0", 0, "^<think>hm</think>yes\n$", "");
     write_scripted("gpt", "t", "t <|channel|> analysis <|message|> hm <|end|> yes <|return|>", 4);
     write_scripted("endless", CHATML, "\u010A hm hm", 4);
+    write_scripted("acts", "t", "t hm \u011B \u00C2 \u013D yes <|return|>", 4);
     write_scripted("silent", "t<think>", "<think> hm <s> <s>", 4);   // thinks without end or words
     write_scripted("chat", CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", 4);
     for (size_t i = 0; i < COUNT(shown); i++) {
@@ -3792,6 +3798,38 @@ static void test_cli_terminal(void) {
         const char *seen = on_terminal(shown[i].command, shown[i].columns, shown[i].typed);
         CHECK(matches(seen, shown[i].pattern), "%s: '%s'", shown[i].command, seen);
     }
+}
+
+// What is typed with keys that edit, and what the messages are.
+static void test_cli_editing(void) {
+    static const char *const keys[][2] = {
+        {"one two-x  three\33b\33[1;5D\33[D\33f!\1\6\33[3~\5\bX\2Y", "oe two-x!  threYX"},
+        {"one two-x  three\27\31\31\33\177\1\33d\33[F\33OD\33OD\13", " two-x"},
+        {"to\33[A\33[A+\33[B\25new\20\20\16\16\16!", "to!"}, {"\20\20\20", "oe two-x!  threYX+"},
+        {"\33[200~\4ab\rc\25\33[201~d\33\re\33[H\33[HX", "ab\nXcd\ne"},
+        {"xe\u0301\ba\U0001F469\u200D\U0001F4BB\33[Db\14", "xab\U0001F469\u200D\U0001F4BB"}};
+    const char *typed[2 * COUNT(keys) + 7] = {"> "}, *want = "";
+    for (size_t i = 0; i < COUNT(keys); i++) {
+        typed[2 * i + 1] = text_of("%s\r", keys[i][0]);
+        typed[2 * i + 2] = "\r\n> ";
+        want = text_of("%s@user\n%s\n@assistant\nyes\n", want, keys[i][1]);
+    }
+    typed[2 * COUNT(keys) + 1] = text_of("/save %s\r", scratch("saved"));
+    typed[2 * COUNT(keys) + 2] = "\r\n> ";
+    typed[2 * COUNT(keys) + 3] = "\4";
+    write_scripted("chat", CHATML, "\u010A yes <|im_end|>", 4);
+    const char *seen = on_terminal("$LLM $C -i --temp 0", 20, typed);
+    const char *saved = read_all(scratch("saved"), NULL);
+    CHECK(!strcmp(saved, want), "'%s', not '%s': %s", saved, want, seen);
+    // a mistyped command is answered; what only begins as one goes to the model, unless refused
+    check_llm("echo be >$D/of; printf '/hlep\n/sytem x\n/sav\n /x\n/etc/x\n/no_think a\n"
+              "/system @'$D'/of\n/save '$D/saved | llm $C -i --temp 0", 0, "^yes\nyes\nyes\n$",
+              "^(/system TEXT[^&]*\n/help[^&]*stops an answer\n){3}prefill");
+    check_llm("cat $D/saved", 0, "^@system\nbe\n@user\n /x\n(@[^/]*\n@user\n/[^\n]*\n){2}", "^$");
+    // thoughts that -n cuts are closed
+    write_scripted("chat", CHATML "<think>", "<think> hm hm", 4);
+    check_llm("printf 'a\n/save '$D/saved | llm $C -i -n 3 --temp 0; cat $D/saved", 0,
+              "@assistant\n<think>hmhmhm</think>\n$", "^prefill");
 }
 
 // What is typed: keys that edit, Ctrl-C behind half a line, a paste, a byte that is not UTF-8, what
@@ -3802,7 +3840,7 @@ static void test_cli_typing(void) {
     memcpy(system, "/system ", 8);
     system[4999] = '\n';
     const char *const typed[] = {
-        "> ", "wrong\25ab\u00E9\177x\bc\4 dd\27\033[1;5A\033OHe\033\u00E9\n", "\r\n> ", "half",
+        "> ", "wrong\25ab\u00E9\177x\bc\4 dd\27\033[1;6A\033OPe\033\u00E9\n", "\r\n> ", "half",
         "half", "\3", "\r\n> ", "one\ntwo\r\nthree\033[[A\n", "\r\n> ", "x\033[A\n",
         "\r\n> ", "Gr\374\n", "\r\n> ", "/nothing x\\\n",
         "\r\n> ", "@user\n", "\r\n> ", "b\n", "\r\n> ", system,
@@ -3929,6 +3967,10 @@ static void test_cli_machines(void) {   // what depends on where llm runs
         _exit(raise(SIGILL));
     }
     wait(&status);
+    int died = 0;   // of SIGINT, if that is what ended it
+    if (!fork()) _exit((interrupted = STOP, llm_main(1, (char *[]){"llm", NULL})));
+    wait(&died);
+    CHECK(WIFSIGNALED(died) && WTERMSIG(died) == SIGINT, "status %d", died);
     const char *says = read_all(scratch("err"), NULL);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 &&
           matches(says, "^llm: no [^\n]*\nllm: this CPU lacks[^\n]*\n$"), "%d '%s'", status, says);
@@ -6737,7 +6779,8 @@ static const Test TESTS[] = {
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_unigram) T(tokenizer_linear) T(chat_templates) T(allocations)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_wishes) T(cli_numbers) T(cli_chat)
-    T(cli_terminal) T(cli_typing) T(cli_logits) T(cli_interrupt) T(cli_hosts) T(cli_machines)
+    T(cli_terminal) T(cli_editing) T(cli_typing) T(cli_logits) T(cli_interrupt) T(cli_hosts)
+    T(cli_machines)
 #if defined(LLM_METAL) || defined(LLM_CUDA)
     T(metal_kernels) T(metal_models) T(metal_shapes) T(metal_failures)
 #endif
