@@ -28,7 +28,8 @@
 // As a library: #define LLM_NO_MAIN, #include "llm.c" before any other header. A program calls
 //
 //   bool model_open(Model *, path, Error *)
-//       maps the file. The Model is read-only from then on: sessions may share it
+//       maps the file. The Model is read-only from then on: sessions may share it, but on an NVIDIA
+//       GPU each has a copy of the weights, and a context that its calls leave current
 //   bool session_open(Session *, const Model *, Options, Error *)
 //       a Session owns its threads, KV cache and scratch
 //   void session_close(Session *), model_close(Model *)
@@ -449,7 +450,7 @@ static void cache_finite(uint16_t *v, int n, uint16_t *key);
 // each_row calls one for i = 0 .. n-1, on all threads.
 typedef void RowFn(Session *s, const void *arg, size_t i);
 static void each_row(Session *s, RowFn *fn, const void *arg, int n);
-static const float *hidden_rows(Session *s, int first, int n);   // norm(x) of n rows (--embed)
+static const float *hidden_rows(Session *s, int first, int n, Error *e);   // norm(x) (--embed)
 static bool generate_guessing(Session *s, const int32_t *ids, int n, int most, OnToken f, Error *e);
 
 // -- other families: what reads s->normed and leaves its result in s->out --
@@ -1019,8 +1020,8 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
     for (int i = first; i < n; i += LOGIT_ROWS, gpu = false) {
         int rows = smaller(n - i, LOGIT_ROWS);
         const float *row = s->logits;
-        if (r->hidden) row = hidden_rows(s, i, rows);   // --embed
-        else if (!gpu && !gpu_logits(s, i, rows)) output_logits(s, i, rows);
+        if (r->hidden && !(row = hidden_rows(s, i, rows, e))) return false;   // --embed
+        if (!r->hidden && !gpu && !gpu_logits(s, i, rows)) output_logits(s, i, rows);
         for (int k = 0; k < rows; k++, row += width) {
             int token = pos + i + k;
             bool guess = token >= r->n - r->guesses;
@@ -1039,8 +1040,15 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 // drawn; at temperature 0 the best. (llama.cpp's temperature comes last; here top-p and min-p see
 // probabilities after it.)
 
-// what is sampled: logits [n], of each BEST_IDS the best, recent ids, and ids that are never said
-typedef struct { const float *logits; size_t n; const Best *best; Tokens last, never; } Draw;
+// what is sampled: logits [n], of each BEST_IDS the best, recent ids and the penalty that makes them
+// fall, and ids that are never said
+typedef struct {
+    const float *logits;
+    size_t n;
+    const Best *best;
+    Tokens last, never;
+    float penalty;
+} Draw;
 
 // Part V sorts: sort_top brings the k best of c [n] to the front, in order; sort_share as many as
 // it takes for their weights (exp(logit - best)) to reach `sum`. sample_candidates makes candidates
@@ -1051,17 +1059,23 @@ static void sort_share(Candidate *c, size_t n, double sum);
 static void find_best(Best *best, const float *logits, size_t n);
 static size_t sample_candidates(Candidate *c, const Draw *d, int k);
 
-// Makes ids less likely: positive logits are divided by the penalty, negative ones multiplied, with
-// INFINITY nothing is left. An id counts once, however often it occurs, because its new logit is
-// computed from the old one in `logits`.
+// A positive logit is divided by the penalty, a negative one multiplied; INFINITY leaves nothing.
+static float fallen(float logit, float penalty) {
+    if (penalty == INFINITY || isnan(logit)) return -INFINITY;
+    return logit * (logit > 0 ? 1 / penalty : penalty);
+}
+
+// Makes ids less likely. An id counts once, however often it occurs, because its new logit is
+// computed from the old one in `logits`. The candidates are in the order of ids.
 static void sample_penalty(Candidate *c, size_t n, const float *logits, Tokens ids, float penalty) {
     for (size_t i = 0; i < ids.n; i++) {
-        int32_t id = ids.id[i];
-        size_t at = id >= 0 && (size_t)id < n && c[id].id == id ? id : 0;   // if all are candidates
-        while (at < n && c[at].id != id) at++;
-        if (at == n || isnan(logits[id])) continue;
-        float factor = logits[id] > 0 ? 1 / penalty : penalty;
-        c[at].logit = penalty < INFINITY ? logits[id] * factor : -INFINITY;
+        size_t at = 0, end = n;
+        while (at < end) {
+            size_t middle = (at + end) / 2;
+            if (c[middle].id < ids.id[i]) at = middle + 1;
+            else end = middle;
+        }
+        if (at < n && c[at].id == ids.id[i]) c[at].logit = fallen(logits[c[at].id], penalty);
     }
 }
 
@@ -1127,8 +1141,8 @@ static int32_t sample(const Sampling *o, Candidate *c, const Draw *d, uint64_t *
     double total, sum;
     bool greedy = o->temp < 1e-30f;   // 0, or logits / temp would overflow
     int k = greedy ? 1 : o->top_k;
-    size_t n = sample_candidates(c, d, o->repeat_penalty < 1 ? 0 : k);   // below 1 logits may rise
-    sample_penalty(c, n, d->logits, d->last, o->repeat_penalty);
+    size_t n = sample_candidates(c, d, d->penalty < 1 ? 0 : k);   // below 1 logits may rise
+    sample_penalty(c, n, d->logits, d->last, d->penalty);
     sample_penalty(c, n, d->logits, d->never, INFINITY);
     if (!greedy) sample_temperature(c, n, o->temp);
     n = sample_top_k(c, n, k);
@@ -1149,7 +1163,7 @@ int32_t session_sample(Session *s, const float *logits) {
     while (row < s->n_best && logits != s->logits + row * n_vocab) row++;
     Best *best = s->best + (FEW - row) * best_parts(n_vocab);
     if (row == s->n_best) find_best(best, logits, n_vocab);   // in a row that is free
-    Draw d = {logits, n_vocab, best, last, s->m->suppressed};
+    Draw d = {logits, n_vocab, best, last, s->m->suppressed, o->repeat_penalty};
     return sample(o, s->candidates, &d, &s->rng);
 }
 
@@ -2548,6 +2562,9 @@ static bool weights_load(Model *m, Error *e) {
     if (ld.ok) load_nextn(ld);
     if (ld.ok) check_tensors(&ld);
     if (ld.ok) repeat_layers(m, ld.hints.loops_bare);
+    int windowed = 0;   // layers, without which nobody reads their angles
+    for (int l = 0; ld.ok && l < c->n_layer + c->n_nextn; l++) windowed += m->layers[l].window > 0;
+    if (!windowed) c->n_rot[WINDOWED] = 0;
     const Meta *never = gguf_find(m->gguf, "tokenizer.ggml.suppress_tokens");
     for (uint64_t i = 0; never && gguf_size[never->elem] && i < never->n; i++)
         if (!tokens_add(&m->suppressed, meta_int(never, i))) refuse(&ld, "out of memory");
@@ -2876,11 +2893,11 @@ static bool adds_more(const Layer *w) {
            w->last_norm.w || w->input_gate.data;
 }
 
-static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
+static bool gpu_fetch(Session *s, void *p, size_t bytes, Error *e);   // before the CPU reads p
 // returns norm(x) of n tokens of the last chunk, from `first` on: embeddings are pooled from them
-static const float *hidden_rows(Session *s, int first, int n) {
+static const float *hidden_rows(Session *s, int first, int n, Error *e) {
     size_t dim = s->m->config.dim;
-    gpu_fetch(s, s->x + first * dim, n * dim * sizeof *s->x);
+    if (!gpu_fetch(s, s->x + first * dim, n * dim * sizeof *s->x, e)) return NULL;
     for (int i = 0; i < n; i++) norm_row(s, &s->m->out_norm, first + i);
     return s->normed + first * dim;
 }
@@ -8135,7 +8152,7 @@ static void gpu_open(Session *s) {}
 static void gpu_close(Session *s) {}
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) { return false; }
 static bool gpu_logits(Session *s, int i, int n) { return false; }
-static void gpu_fetch(Session *s, void *p, size_t n) {}
+static bool gpu_fetch(Session *s, void *p, size_t n, Error *e) { return true; }
 static void gpu_store(Session *s, bool states) {}
 static bool gpu_nextn(Session *s, int b, const int32_t *ids, int n, int pos) { return false; }
 static bool gpu_best(const Session *s, int32_t *id, double *chance) { return false; }
@@ -8190,7 +8207,7 @@ static void find_best(Best *best, const float *logits, size_t n) {   // of each 
     }
 }
 
-// At least k logits reach the k-th best of d->best, not counting those that fall, and few more:
+// At least k logits reach the k-th best of d->best, recent ones as they have fallen, and few more:
 // about 43 for k = 40. Of BEST_IDS whose best one does not reach it none is read.
 static size_t sample_candidates(Candidate *c, const Draw *d, int k) {
     const float *l = d->logits;
@@ -8199,7 +8216,7 @@ static size_t sample_candidates(Candidate *c, const Draw *d, int k) {
     for (size_t i = 0; i < parts; i++) c[i] = (Candidate){d->best[i].logit, i};
     for (size_t i = 0; i < d->last.n; i++) {
         size_t id = d->last.id[i], part = id / BEST_IDS;
-        if (id < d->n && l[id] >= c[part].logit) c[part].logit = -INFINITY;
+        if (id < d->n && l[id] >= d->best[part].logit) c[part].logit = fallen(l[id], d->penalty);
     }
     if (k > 0 && most <= parts) {
         sort_top(c, parts, most);
@@ -9197,7 +9214,7 @@ static void print_statistics(const Cli *cli) {
     fprintf(stderr, ", peak %.0f MB, seed %llu, %s", usage.ru_maxrss / (double)RSS_PER_MB,
             (unsigned long long)cli->o.sampling.seed, s->gpu ? GPU_NAME : "cpu");
     int layers = gpu_layers(s), all = s->m->config.n_layer;
-    fprintf(stderr, layers && layers < all ? " %d/%d\n" : "\n", layers, all);
+    fprintf(stderr, s->gpu && layers < all ? " %d/%d\n" : "\n", layers, all);
 }
 
 // Does a key say something that the engine must know? Keys of RoPE, attention, experts and sampling
