@@ -752,7 +752,10 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
 }
 
 static void device_send(Gpu *g, const void *p, size_t bytes) {
-    if (DEVICE_COPIES && bytes) memcpy(device_address(g, p), p, bytes);
+    bool busy = g->device->variant || g->device->n_commands > 1;   // with what was there before
+    if (!DEVICE_COPIES || !bytes) return;
+    if (busy && device_fetch(g, NULL, 0)) device_begin(g);
+    memcpy(device_address(g, p), p, bytes);
 }
 
 static void device_often(Gpu *g, void *p, size_t n) { (void)g, (void)p, (void)n; }
@@ -976,7 +979,7 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
     }
 }
 
-static bool is_float(const Matrix *w) { return quant_row_bytes(w->type, 1); }   // of any length
+static bool is_float(const Matrix *w) { return quant_row_bytes(w->type, 1); }   // else: in blocks
 
 // tokens that gemv and gemv_ring compute for n, some of them in vain
 static int tokens_for(int n) {
@@ -991,16 +994,30 @@ static int ring_slots(struct product_args *a, int lane_groups, int tokens, int t
     return smaller(room / (teams * RING_TILE * a->stride), RING_SLOTS);
 }
 
-// What gemv_ring runs for up to `few` tokens, with `room` bytes: a->few of them (0: none), with
-// a->inputs and a->slots. per_token: a token's inputs for its experts, which run as for one token,
-// or 0. Else weights meet all tokens, or half, in the first of these ways that has slots enough:
-// beside the next launch, as for one token; with two teams and all memory; with one.
+// how many of all inputs of experts a threadgroup may need: those of its share of rows, and one more
+static int share_inputs(const Gpu *g, int all) {
+    return all > 1 ? smaller(div_up(all, g->cores) + 1, all) : 1;
+}
+
+enum { LEAST_SLOTS = 2 };
+// Has one token slots enough in `room` bytes? per_token: see plan_ring.
+static bool holds_token(const Gpu *g, struct product_args *a, int per_token, int lane_groups,
+                        int room) {
+    a->inputs = share_inputs(g, per_token);
+    return ring_slots(a, lane_groups, 1, 1, room) >= LEAST_SLOTS;
+}
+
+// What gemv_ring runs for up to `few` tokens, with `room` bytes, which hold a token: a->few of them,
+// with a->inputs and a->slots. per_token: a token's inputs for its experts, which run as for one
+// token, or 0. Else weights meet all tokens, or half, in the first of these ways that has slots
+// enough: beside the next launch, as for one token; with two teams and all memory; with one.
 typedef struct { int tokens, teams, room; } RingPlan;   // TOKENS, TEAMS, bytes
 static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int per_token,
                           int lane_groups, int room) {
-    enum { MANY = 4, LEAST = 2 };   // slots
+    enum { MANY_SLOTS = 4 };
     const struct { int teams, room, slots; } ways[] = {
-        {1, lane_groups == 1 ? room : 0, MANY}, {2, g->room, LEAST}, {1, g->room, LEAST}};
+        {1, lane_groups == 1 ? room : 0, MANY_SLOTS}, {2, g->room, LEAST_SLOTS},
+        {1, g->room, LEAST_SLOTS}};
     for (int tokens = per_token ? 1 : tokens_for(few); tokens > 1; tokens /= 2)
         for (size_t i = 0; i < COUNT(ways); i++) {
             int teams = ways[i].teams, most = ways[i].room;
@@ -1009,13 +1026,11 @@ static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int per
             a->slots = ring_slots(a, lane_groups, tokens, teams, most);
             if (a->slots >= ways[i].slots) return (RingPlan){tokens, teams, most};
         }
-    for (a->few = per_token ? few : 1; a->few; a->few--) {
-        int inputs = per_token * a->few;   // a threadgroup has rows of its share and one more
-        a->inputs = inputs > 1 ? div_up(inputs, g->cores) + 1 : 1;
+    for (a->few = per_token ? few : 1;; a->few--) {
+        a->inputs = share_inputs(g, per_token * a->few);
         a->slots = ring_slots(a, lane_groups, 1, 1, room);
-        if (a->slots >= LEAST) break;
+        if (a->slots >= LEAST_SLOTS) return (RingPlan){1, 1, room};
     }
-    return (RingPlan){1, 1, room};
 }
 
 // Into which pieces are rows cut, and how far do those of a slot lie apart?
@@ -1070,9 +1085,8 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
     int lane_groups = wide ? 2 : 1;
     int room = wide ? smaller(210 << 10, g->room) : smaller(112 << 10, (g->room - 1024) / 2);
     cut_rows(p, a, lane_groups, small ? RING_PIECE / 2 : RING_PIECE);
-    plan_ring(g, a, 1, per_token, lane_groups, room);
-    if (!a->few) plan_ring(g, a, 1, per_token, lane_groups, room = g->room);
-    if (!a->few) return 0;   // nor do several take it then
+    if (!holds_token(g, a, per_token, lane_groups, room)) room = g->room;
+    if (!holds_token(g, a, per_token, lane_groups, room)) return 0;   // nor several, then
     RingPlan plan = plan_ring(g, a, p->n, per_token, lane_groups, room);
     assert(!d->constant[C_NORMED] || a->inputs <= FEW);   // squares has room for these
     a->outputs = p->experts ? a->few * a->each : 1;
@@ -1114,7 +1128,7 @@ static int run_units(Session *s, const Products *p, Dispatch *d, struct product_
     d->constant[C_TOKENS] = tokens;
     d->constant[C_UNIT_ROWS] = most;
     gpu_dispatch(s->gpu, d, a, sizeof *a);
-    return n * a->few;   // one of them is 1
+    return n * a->few;   // n is 1 for a few tokens, a->few for a router's or heads'
 }
 
 static void run_gemv(Session *s, Products p) {   // for up to FEW tokens, or n of a router
