@@ -752,7 +752,8 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
 }
 
 static void device_send(Gpu *g, const void *p, size_t bytes) {
-    bool busy = g->device->variant || g->device->n_commands > 1;   // with what was there before
+    const Device *d = g->device;
+    bool busy = d->encoder && (d->variant || d->n_commands > 1);   // with what was there before
     if (!DEVICE_COPIES || !bytes) return;
     if (busy && device_fetch(g, NULL, 0)) device_begin(g);
     memcpy(device_address(g, p), p, bytes);
