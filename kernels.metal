@@ -311,15 +311,13 @@ NUMBERS_OF_LLM(NUMBER)
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
     X(FUSED)         /* attention: the newest key is added first. 1: it also norms Q and K, applies
                         RoPE and writes the cache; 2: rope has done that */ \
-    X(MERGES)        /* attention: it loads old rows before its input is there (NVIDIA), and a
-                        head's last threadgroup merges the slices */ \
+    X(MERGES)        /* attention: old rows are loaded early; a head's last threadgroup merges */ \
     X(CAUSAL)        /* a query does not see later positions */ \
     X(SPANS)         /* it sees none before its own span */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
     X(PACKED)        /* gemv_ring: ring_inputs has staged its inputs */ \
     X(LANE_GROUPS)   /* gemv_ring: neighbouring groups that a lane takes at once, 1 or 2 */ \
-    X(TOKENS)        /* gemv, gemv_ring: tokens that a weight is multiplied with when it has been
-                        decoded: 1, 2, 4 or 8, the first `few` of which there are */ \
+    X(TOKENS)        /* gemv, gemv_ring: that meet a weight: 1, 2, 4 or 8; `few` of them exist */ \
     X(TEAMS)         /* gemv_ring: of workers, each with 16 rows of a slot */ \
     X(TILE_TOKENS) X(TILE_ROWS)   /* gemm: tokens and rows of a tile */ \
     X(BUFFERS)       /* gemm, flash_attention: buffers of tiles, 1 or 2 */ \
@@ -404,11 +402,8 @@ struct product_args {
     int32_t threadgroups;                  // of gemv_ring; of a token in ring_inputs
     int32_t piece_cols, pieces;            // gemv_ring: columns of a piece; pieces of a row
     int32_t stride, slots;                 // bytes from a slot's row to the next; how many it has
-    // gemv_ring: room for so many staged inputs, of `input` floats; an input is one of an expert's
-    // choices or, without experts, that of all TOKENS
-    int32_t inputs, input;
-    int32_t few;                           // tokens of this launch, at most FEW; see TOKENS. With
-                                           // experts each of their choices runs by itself
+    int32_t inputs, input;                 // staged at once (1: that of all TOKENS); floats of one
+    int32_t few;                           // tokens of a launch, at most FEW, but choices run alone
     float eps, factor;                     // factor: of W x + bias
     struct finish_args end;
 };
@@ -1256,12 +1251,11 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 // threadgroups would take long, ring_inputs has PACKED the inputs, and they come in one copy.
 //
 // Who waits for whom; in round r all slots are filled for the time r, from 0 on:
-//   mbarrier        a phase ends when (arrivals)                who waits
-//   full[slot]      all shares of its rows are there            in round r workers, for phase r
-//                   (slot_rows * row_threads: 16, 32 or 64)
-//   is_free[slot]   all workers' threads have read it (256      in round r copiers, for phase r - 1
-//                   or, with two teams, 512)
-//   arrived         PACKED inputs are there (input_threads)     workers, before the first product
+//   mbarrier        a phase of it ends when               who waits
+//   full[slot]      all shares of its rows are there      in round r workers, for phase r
+//   is_free[slot]   all workers' threads have read it     in round r copiers, for phase r - 1
+//   arrived         the copy of PACKED inputs is there    workers, before their first product
+// They take 16 to 64 arrivals, 256 or 512, and 1, 256 or 512: see ring_set_up.
 // Else workers meet at workers_barrier: if a team stages inputs for another one; and when the sums
 // of all are there. These have two buffers, so that nobody writes those that are still read.
 //
@@ -1543,8 +1537,7 @@ static inline void ring_take(struct ring_memory m, struct ring_thread me, device
 
 // Adds a worker's share of a piece, as codes_dot says, to acc. ra and rb: where a lane's two rows
 // are in the slot; groups: of 32 columns; x: the piece's staged input. Lane 13, for example, has
-// group 1 (`mine`) of rows 3 and 11, and column 3 of b. There the `second` token's numbers meet the
-// codes of group 1, so lane 13 gives those; lane 14, of group 2, would have zeros in column 3.
+// group 1 (`mine`) of rows 3 and 11; in column 3 of b it gives the `second` token's part of that.
 QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra, threadgroup const uchar *rb,
         int groups, threadgroup const float *x, threadgroup const float *zeros,
         struct ring_thread me, thread float *acc) {

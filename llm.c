@@ -1040,15 +1040,8 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 // drawn; at temperature 0 the best. (llama.cpp's temperature comes last; here top-p and min-p see
 // probabilities after it.)
 
-// what is sampled: logits [n], of each BEST_IDS the best, recent ids and the penalty that makes them
-// fall, and ids that are never said
-typedef struct {
-    const float *logits;
-    size_t n;
-    const Best *best;
-    Tokens last, never;
-    float penalty;
-} Draw;
+// what is sampled: logits [n], of each BEST_IDS the best, recent ids, and ids that are never said
+typedef struct { const float *logits; size_t n; const Best *best; Tokens last, never; } Draw;
 
 // Part V sorts: sort_top brings the k best of c [n] to the front, in order; sort_share as many as
 // it takes for their weights (exp(logit - best)) to reach `sum`. sample_candidates makes candidates
@@ -1057,7 +1050,7 @@ typedef struct {
 static void sort_top(Candidate *c, size_t n, size_t k);
 static void sort_share(Candidate *c, size_t n, double sum);
 static void find_best(Best *best, const float *logits, size_t n);
-static size_t sample_candidates(Candidate *c, const Draw *d, int k);
+static size_t sample_candidates(Candidate *c, const Draw *d, int k, float penalty);
 
 // A positive logit is divided by the penalty, a negative one multiplied; INFINITY leaves nothing.
 static float fallen(float logit, float penalty) {
@@ -1141,8 +1134,9 @@ static int32_t sample(const Sampling *o, Candidate *c, const Draw *d, uint64_t *
     double total, sum;
     bool greedy = o->temp < 1e-30f;   // 0, or logits / temp would overflow
     int k = greedy ? 1 : o->top_k;
-    size_t n = sample_candidates(c, d, d->penalty < 1 ? 0 : k);   // below 1 logits may rise
-    sample_penalty(c, n, d->logits, d->last, d->penalty);
+    float penalty = o->repeat_penalty;
+    size_t n = sample_candidates(c, d, penalty < 1 ? 0 : k, penalty);   // below 1 logits may rise
+    sample_penalty(c, n, d->logits, d->last, penalty);
     sample_penalty(c, n, d->logits, d->never, INFINITY);
     if (!greedy) sample_temperature(c, n, o->temp);
     n = sample_top_k(c, n, k);
@@ -1163,7 +1157,7 @@ int32_t session_sample(Session *s, const float *logits) {
     while (row < s->n_best && logits != s->logits + row * n_vocab) row++;
     Best *best = s->best + (FEW - row) * best_parts(n_vocab);
     if (row == s->n_best) find_best(best, logits, n_vocab);   // in a row that is free
-    Draw d = {logits, n_vocab, best, last, s->m->suppressed, o->repeat_penalty};
+    Draw d = {logits, n_vocab, best, last, s->m->suppressed};
     return sample(o, s->candidates, &d, &s->rng);
 }
 
@@ -8209,14 +8203,14 @@ static void find_best(Best *best, const float *logits, size_t n) {   // of each 
 
 // At least k logits reach the k-th best of d->best, recent ones as they have fallen, and few more:
 // about 43 for k = 40. Of BEST_IDS whose best one does not reach it none is read.
-static size_t sample_candidates(Candidate *c, const Draw *d, int k) {
+static size_t sample_candidates(Candidate *c, const Draw *d, int k, float penalty) {
     const float *l = d->logits;
     size_t parts = best_parts(d->n), most = k + d->never.n, kept = 0;   // never: they may be best
     float least = -INFINITY;
     for (size_t i = 0; i < parts; i++) c[i] = (Candidate){d->best[i].logit, i};
     for (size_t i = 0; i < d->last.n; i++) {
         size_t id = d->last.id[i], part = id / BEST_IDS;
-        if (id < d->n && l[id] >= d->best[part].logit) c[part].logit = fallen(l[id], d->penalty);
+        if (id < d->n && l[id] >= d->best[part].logit) c[part].logit = fallen(l[id], penalty);
     }
     if (k > 0 && most <= parts) {
         sort_top(c, parts, most);

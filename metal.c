@@ -39,7 +39,7 @@ enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10, DEVICE_COPIE
 #endif
 enum { MAX_PIPELINES = 512, MAX_BOUND = 16, EARLY_LAYERS = 4, SPLIT_LAYERS = 8, MAX_SPLITS = 32,
        LONG_LAUNCH = 64 << 10, OWN_COLS = 16384, SPARE_BYTES = 512 << 20, SENT_TOKENS = 64,
-       MAX_SENT = 20 };
+       MAX_SENT = 32 };
 // memory of the host, and what stands for it on the device: a buffer (Apple), a copy (NVIDIA), from
 // byte `at` on
 typedef struct { char *base; size_t size; void *buffer; size_t at; } Shared;
@@ -82,7 +82,7 @@ typedef struct Gpu {
     int cpu_ffns;               // the FFNs of this many layers, the first, run on the CPU,
     Shared sent;                // but a chunk's here, where one after the other is sent; or empty
     int sent_tokens;            // the fewest tokens of such a chunk
-    bool few;                   // the pass is one of a few tokens: NVIDIA's launches may start early
+    bool few;                   // the pass is of a few tokens: NVIDIA's launches may start early
     bool dry;                   // what is encoded will not run
     char why[300];              // what went wrong first, or empty
 } Gpu;
@@ -161,8 +161,7 @@ struct Device {
     DRIVER(X) COMPILER(X)
 #undef X
     void *context, *stream;
-    // Launches with the same key, or NULL: [n] those of n tokens, [FEW * i + n] of n tokens in nextn
-    // block i, from 1 on
+    // launches with this key, or NULL: [n] of n tokens, [FEW * i + n] those in nextn block i (1 ..)
     void *graph[GRAPHS + 1];
     uint64_t key[GRAPHS + 1], last[GRAPHS + 1];   // last: of the latest pass without a graph
     int place;                  // of the graph that launches are captured for
@@ -752,10 +751,9 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
 }
 
 static void device_send(Gpu *g, const void *p, size_t bytes) {
-    const Device *d = g->device;
-    bool busy = d->encoder && (d->variant || d->n_commands > 1);   // with what was there before
     if (!DEVICE_COPIES || !bytes) return;
-    if (busy && device_fetch(g, NULL, 0)) device_begin(g);
+    // what is encoded reads what was there before
+    if (g->device->encoder && device_fetch(g, NULL, 0)) device_begin(g);
     memcpy(device_address(g, p), p, bytes);
 }
 
@@ -995,30 +993,16 @@ static int ring_slots(struct product_args *a, int lane_groups, int tokens, int t
     return smaller(room / (teams * RING_TILE * a->stride), RING_SLOTS);
 }
 
-// how many of all inputs of experts a threadgroup may need: those of its share of rows, and one more
-static int share_inputs(const Gpu *g, int all) {
-    return all > 1 ? smaller(div_up(all, g->cores) + 1, all) : 1;
-}
-
-enum { LEAST_SLOTS = 2 };
-// Has one token slots enough in `room` bytes? per_token: see plan_ring.
-static bool holds_token(const Gpu *g, struct product_args *a, int per_token, int lane_groups,
-                        int room) {
-    a->inputs = share_inputs(g, per_token);
-    return ring_slots(a, lane_groups, 1, 1, room) >= LEAST_SLOTS;
-}
-
-// What gemv_ring runs for up to `few` tokens, with `room` bytes, which hold a token: a->few of them,
-// with a->inputs and a->slots. per_token: a token's inputs for its experts, which run as for one
-// token, or 0. Else weights meet all tokens, or half, in the first of these ways that has slots
-// enough: beside the next launch, as for one token; with two teams and all memory; with one.
+// What gemv_ring runs for up to `few` tokens, with `room` bytes: a->few of them (0: none), with
+// a->inputs and a->slots. per_token: a token's inputs for its experts, which run as for one token,
+// or 0. Else weights meet all tokens, or half, in the first of these ways that has slots enough:
+// beside the next launch, as for one token; with two teams and all memory; with one.
 typedef struct { int tokens, teams, room; } RingPlan;   // TOKENS, TEAMS, bytes
 static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int per_token,
                           int lane_groups, int room) {
-    enum { MANY_SLOTS = 4 };
+    enum { MANY = 4, LEAST = 2 };   // slots
     const struct { int teams, room, slots; } ways[] = {
-        {1, lane_groups == 1 ? room : 0, MANY_SLOTS}, {2, g->room, LEAST_SLOTS},
-        {1, g->room, LEAST_SLOTS}};
+        {1, lane_groups == 1 ? room : 0, MANY}, {2, g->room, LEAST}, {1, g->room, LEAST}};
     for (int tokens = per_token ? 1 : tokens_for(few); tokens > 1; tokens /= 2)
         for (size_t i = 0; i < COUNT(ways); i++) {
             int teams = ways[i].teams, most = ways[i].room;
@@ -1027,11 +1011,13 @@ static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int per
             a->slots = ring_slots(a, lane_groups, tokens, teams, most);
             if (a->slots >= ways[i].slots) return (RingPlan){tokens, teams, most};
         }
-    for (a->few = per_token ? few : 1;; a->few--) {
-        a->inputs = share_inputs(g, per_token * a->few);
+    for (a->few = per_token ? few : 1; a->few; a->few--) {
+        int inputs = per_token * a->few;   // a threadgroup has rows of its share and one more
+        a->inputs = inputs > 1 ? smaller(div_up(inputs, g->cores) + 1, inputs) : 1;
         a->slots = ring_slots(a, lane_groups, 1, 1, room);
-        if (a->slots >= LEAST_SLOTS) return (RingPlan){1, 1, room};
+        if (a->slots >= LEAST) break;
     }
+    return (RingPlan){1, 1, room};
 }
 
 // Into which pieces are rows cut, and how far do those of a slot lie apart?
@@ -1086,8 +1072,10 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
     int lane_groups = wide ? 2 : 1;
     int room = wide ? smaller(210 << 10, g->room) : smaller(112 << 10, (g->room - 1024) / 2);
     cut_rows(p, a, lane_groups, small ? RING_PIECE / 2 : RING_PIECE);
-    if (!holds_token(g, a, per_token, lane_groups, room)) room = g->room;
-    if (!holds_token(g, a, per_token, lane_groups, room)) return 0;   // nor several, then
+    plan_ring(g, a, 1, per_token, lane_groups, room);
+    if (!a->few) room = g->room;
+    plan_ring(g, a, 1, per_token, lane_groups, room);
+    if (!a->few) return 0;   // nor do several take it then
     RingPlan plan = plan_ring(g, a, p->n, per_token, lane_groups, room);
     assert(!d->constant[C_NORMED] || a->inputs <= FEW);   // squares has room for these
     a->outputs = p->experts ? a->few * a->each : 1;
@@ -1649,18 +1637,20 @@ static void run_ffn_apart(Session *s, int n) {   // the stream goes to the CPU a
 static void send_ffn(Session *s) {
     Gpu *g = s->gpu;
     const Gguf *file = s->m->gguf;
+    int known = g->n_shared;
     size_t at = 0;
     for (size_t i = 0; i < file->n_tensors && !g->dry; i++) {
         const Tensor *t = &file->tensors[i];
         size_t bytes = tensor_bytes(t);
         if (gpu_reads(s, t) || ffn_of(t) != s->l % file_layers(s->m)) continue;
+        assert(g->n_shared < known + MAX_SENT);   // no FFN that llm knows has more matrices
         g->shared[g->n_shared++] = (Shared){(char *)t->data, bytes, g->sent.buffer, at};
         device_send(g, t->data, bytes);
         at += sent_bytes(t);
     }
 }
 
-// One layer, as in forward_layer. If attention and FFN stand side by side, both read s->x, so x plus
+// One layer, as forward_layer. If attention and FFN stand side by side, both read s->x, so x plus
 // attention's result waits in s->out; so it does if a recurrent mixer stands beside attention.
 static void run_layer(Session *s, const Layer *w, int n) {
     const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
@@ -2108,28 +2098,11 @@ static double gpu_need(Session *s, int cpu_ffns, int n) {
     return need;
 }
 
-// the largest FFN's bytes where it is sent; 0: nothing is, as a GPU without copies needs nothing,
-// or there are more matrices than gpu_share has places for
-static size_t most_sent(const Model *m) {
-    size_t most = 0;
-    for (int l = 0; l < file_layers(m) && DEVICE_COPIES; l++) {
-        size_t bytes = 0, matrices = 0;
-        for (size_t i = 0; i < m->gguf->n_tensors; i++) {
-            if (ffn_of(&m->gguf->tensors[i]) != l) continue;
-            bytes += sent_bytes(&m->gguf->tensors[i]);
-            matrices++;
-        }
-        if (matrices > MAX_SENT) return 0;
-        most = bytes > most ? bytes : most;
-    }
-    return most;
-}
-
-// Can FFNs run apart? Not if one reads the stream before attention.
-static bool gpu_splits(const Model *m) {
-    bool apart = !m->config.routed_first;
-    for (int l = 0; l < m->config.n_layer; l++) apart &= !m->layers[l].side_by_side;
-    return apart;
+static size_t ffn_bytes(const Model *m, int l) {   // where the FFN of the file's layer l is sent
+    size_t bytes = 0;
+    for (size_t i = 0; i < m->gguf->n_tensors; i++)
+        if (ffn_of(&m->gguf->tensors[i]) == l) bytes += sent_bytes(&m->gguf->tensors[i]);
+    return bytes;
 }
 
 // The default is GPU_CHUNK, halved until all fits into the GPU's memory, but not below 512: the
@@ -2144,12 +2117,15 @@ static int gpu_chunk(Session *s) {
     bool ok = device_open(g);
     if (ok && lacks) ok = gpu_fail(g, "the GPU path does not know this model's", lacks);
     int chunk = GPU_CHUNK, own = s->o.chunk, all = s->m->config.n_layer, most = s->o.gpu_layers;
-    int k = most && most < all ? all - most : 0, end = gpu_splits(s->m) ? all : 0;
+    int k = most && most < all ? all - most : 0, end = s->m->config.routed_first ? 0 : all;
+    for (int l = 0; l < all; l++)
+        if (s->m->layers[l].side_by_side) end = 0;
     if (ok && k > end) ok = gpu_fail(g, "a part of this model's layers cannot run on the CPU",
                                      "their FFNs read what attention reads");
     if (!ok) return gpu_close(s), 0;
     if (gpu_lacks(s->m, all, s->n_cache)) s->n_cache = all;
-    g->sent.size = most_sent(s->m);
+    for (int l = 0; l < file_layers(s->m) && DEVICE_COPIES; l++)
+        g->sent.size = larger(g->sent.size, ffn_bytes(s->m, l));
     double room = DEVICE_COPIES ? device_room(g) : DBL_MAX, need;   // Apple's memory is the host's
     while (chunk > 512 && gpu_need(s, k, chunk) >= room) chunk /= 2;
     while ((need = gpu_need(s, k, own ? own : chunk)) >= room && k < end) k++;
