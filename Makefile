@@ -39,7 +39,7 @@ run: llm
 	    --repeat-penalty 1.1 --seed $(SEED)
 
 # Each build of the tests covers other code: this CPU's SIMD, plain C, Part I's plain engine, then
-# with it quant.h's four codes in a word, a GPU as NVIDIA's (tiles, ring, own memory), and SIMD under
+# with it quant.h's four codes in a word, a GPU like NVIDIA's (tiles, ring, memory), and SIMD under
 # checkers, which name lines if -g1. valgrind knows no AVX-512, and takes long for multiply-adds:
 # there are none. A build without Part V's fast loops takes a fifth of the time of the others.
 test_native: FLAGS = $(NATIVE) $(CFLAGS)

@@ -2540,7 +2540,7 @@ static void test_sampler_candidates(void) {
         if (run % 3 == 0) l[n - 1] = all[n - 1].logit = 1e6f;
         find_best(best, l, n);
         qsort(all, n, sizeof *all, best_first);
-        for (int i = 0; i < LAST; i++) last[i] = run % 2 ? all[i * i % n].id : 7 * i % (n + 9) - 2;
+        for (int i = 0; i < LAST; i++) last[i] = run % 2 ? all[i * (run % 4)].id : 7 * i % (n + 9) - 2;
         for (int i = 0; i < NEVER; i++) never[i] = i ? all[5 * i].id : n;
         for (int i = 0; i < n; i++) after[i] = isnan(l[i]) ? -INFINITY : l[i];
         for (int i = 0; i < LAST; i++)
@@ -5898,20 +5898,19 @@ static void check_parts(const Model *m) {   // scratch for the slices of a long 
     session_close(s);
 }
 
-// A GPU with memory of its own has as many FFNs as fit, and some memory to spare; with none it has
-// too little. A model whose FFNs cannot run apart is on one side.
+// A GPU with memory of its own has as many FFNs as fit, and some to spare, or none, with a note.
 static void check_fit(const Model *m) {
     Options o = {.chunk = 9, .window = 64, .threads = 1};
     Session *s = open_gpu(m, o);
-    double need[3] = {0}, shared = gpu_bytes(s);
+    double need[3] = {0}, spare = SPARE_BYTES - (64 << 10), shared = gpu_bytes(s);   // maps: pages
     for (int k = 0; k < 3; k++) need[k] = gpu_need(s, k * m->config.n_layer / 2, o.chunk);
-    CHECK(need[0] >= shared + SPARE_BYTES && need[2] < need[0], "needs %.0f", need[0]);
+    CHECK(need[0] >= shared + spare && need[2] < need[0], "needs %.0f", need[0]);
     session_close(s);
     for (int k = 0; k < 3; k++) {
         soft.longest = need[k] + 1;
         s = open_gpu(m, o);
         int first = s->gpu->cpu_ffns;
-        CHECK(gpu_bytes(s) + SPARE_BYTES < soft.longest, "%d: %.0f bytes", k, gpu_bytes(s));
+        CHECK(gpu_bytes(s) + spare < soft.longest, "%d: %.0f bytes", k, gpu_bytes(s));
         CHECK(!first || gpu_need(s, first - 1, o.chunk) >= soft.longest, "%d: %d", k, first);
         session_close(s);
     }
@@ -5947,7 +5946,8 @@ static void test_metal_failures(void) {
         }
     }
     if (RECORDER && !DEVICE_COPIES) check_cut(open_model("golden/story.gguf"));
-    if (RECORDER && DEVICE_COPIES) check_fit(m);
+    if (RECORDER && DEVICE_COPIES) check_fit(open_model("golden/story.gguf"));
+    if (RECORDER && DEVICE_COPIES) check_fit(golden_model("llama4").m);   // has weights of its own
     check_parts(m);
     check_rate(m);
     for (size_t i = 0; i < COUNT(lacks); i++) {
