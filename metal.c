@@ -1569,8 +1569,9 @@ static bool run_block(Session *s, const Layer *w, int n) {
 
 // ---- 6. forward ----
 //
-// The CPU may run the FFNs of the first layers. The GPU lacks their matrices then, and has all
-// else. A file's layers may run several times: these are the model's last layers, too.
+// A pass encodes all its dispatches in the order in which they run, and waits for them at its end.
+// The CPU may run the FFNs of the first layers. The GPU lacks their matrices then, but for those
+// that run again in later layers (Nanbeige), and has all else.
 
 static int file_layers(const Model *m) { return m->config.n_layer / m->config.n_loops; }
 
@@ -1588,8 +1589,6 @@ static bool gpu_reads(const Session *s, const Tensor *t) {   // does the GPU hav
 
 // bytes that it takes where it is sent
 static size_t sent_bytes(const Tensor *t) { return ((size_t)tensor_bytes(t) + 255) / 256 * 256; }
-
-// A pass encodes all its dispatches in the order in which they run, and waits for them at its end.
 
 // The end of a block: y[n][dim] = base + post(w in), or, in an encoder, post(base + w in); then
 // attn_norm_2 of that plus base, if there is one, and at a layer's end its scale. tmp [n][dim] is
