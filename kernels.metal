@@ -22,7 +22,7 @@
 //       attention         attention; if FUSED, qkv_share before it
 //       attention_merge   the end of attention, for a long KV ring
 //       latent_row        latent_row
-//    5. ffn_block         forward, from the product after attention to the end of the layer
+//    5. ffn_block         forward_layer, from the product after attention to the end of the layer
 //    6. gemm              matmul for a chunk of tokens, with the same epilogues
 //       rope              qkv_share
 //       flash_attention   attention
@@ -159,7 +159,8 @@ void store_halves(half *to, const float *v) {
                     half_pair(v[6], v[7])};
 }
 void copy_16(half *to, const half *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from)
+                 : "memory");
 }
 void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 typedef ulong mbarrier;
@@ -292,7 +293,7 @@ NUMBERS_OF_LLM(NUMBER)
     X(CENTRED)       /* LayerNorm, which subtracts the mean, instead of RMSNorm */ \
     X(BIASES)        /* bit i: matrix i, or the norm of Q or K, has a bias */ \
     X(SCALES)        /* bit i: each expert's matrix i has a factor of its own */ \
-    X(EXPERTS)       /* whether each chosen expert, or each head, has a matrix of its own */ \
+    X(EXPERTS)       /* EXPERTS_*: has each chosen expert, or each head, a matrix of its own? */ \
     X(EPILOGUE)      /* what becomes of a product */ \
     X(ACTIVATION)    /* the epilogue's */ \
     X(SOFTCAPPED)    /* scores or logits x become softcap * tanh(x / softcap) */ \
@@ -310,13 +311,13 @@ NUMBERS_OF_LLM(NUMBER)
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
     X(FUSED)         /* attention: the newest key is added first. 1: it also norms Q and K, applies
                         RoPE and writes the cache; 2: rope has done that */ \
-    X(MERGES)        /* attention: it begins early; a head's last threadgroup merges slices */ \
+    X(MERGES)        /* attention: old rows are loaded early; a head's last threadgroup merges */ \
     X(CAUSAL)        /* a query does not see later positions */ \
     X(SPANS)         /* it sees none before its own span */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
     X(PACKED)        /* gemv_ring: ring_inputs has staged its inputs */ \
     X(LANE_GROUPS)   /* gemv_ring: neighbouring groups that a lane takes at once, 1 or 2 */ \
-    X(TOKENS)        /* gemv, gemv_ring: that meet a weight: 1, 2, 4 or 8, some of them in vain */ \
+    X(TOKENS)        /* gemv, gemv_ring: that meet a weight: 1, 2, 4 or 8; `few` of them exist */ \
     X(TEAMS)         /* gemv_ring: of workers, each with 16 rows of a slot */ \
     X(TILE_TOKENS) X(TILE_ROWS)   /* gemm: tokens and rows of a tile */ \
     X(BUFFERS)       /* gemm, flash_attention: buffers of tiles, 1 or 2 */ \
@@ -401,8 +402,8 @@ struct product_args {
     int32_t threadgroups;                  // of gemv_ring; of a token in ring_inputs
     int32_t piece_cols, pieces;            // gemv_ring: columns of a piece; pieces of a row
     int32_t stride, slots;                 // bytes from a slot's row to the next; how many it has
-    int32_t inputs, input;                 // that are staged at once; floats of one
-    int32_t few;                           // tokens that meet the weights at once, at most FEW
+    int32_t inputs, input;                 // staged at once (1: that of all TOKENS); floats of one
+    int32_t few;                           // tokens of a launch, at most FEW, but choices run alone
     float eps, factor;                     // factor: of W x + bias
     struct finish_args end;
 };
@@ -431,7 +432,7 @@ struct delta_args {
 
 // What changes from pass to pass is in a buffer of its own, now[]: at NOW_POS the first token's
 // position; at NOW_PLACED 1 if rows of the KV ring get their positions, 0 if not (in a warm-up);
-// how many guesses of the last pass stood; how many of the last tokens are guesses;
+// how many guesses of the last pass stood; how many of this pass's tokens, the last, are guesses;
 // from NOW_COUNTS on, for each unit of attention, how many of its threadgroups are done.
 enum { NOW_POS, NOW_PLACED, NOW_STOOD, NOW_GUESSES, NOW_COUNTS };
 
@@ -1189,9 +1190,9 @@ static inline void gemv_unit(int fa, int fb, int which, int unit, int expert,
 // rows, neither is ever in memory. Grid: for each output and matrix, or W0 for the GLU, SIMD-groups
 // for all units, in whole threadgroups. Routers use gemv for each token of a chunk, too: gemm
 // rounds to half, which could reorder experts with almost equal scores. EXPERTS: W0, or the GLU,
-// for the chosen experts of a few tokens: t counts these, and y0 is [tokens][rows]. EXPERTS_HEADS:
-// t counts heads of tokens, each head with a matrix, x and y of its own. TOKENS: if there are
-// several, weights, loaded once, meet `few` tokens.
+// for the chosen experts of one token: t counts its choices, and y0 is [choices][rows].
+// EXPERTS_HEADS: t counts heads of tokens, each head with a matrix, x and y of its own. TOKENS: if
+// there are several, weights, loaded once, meet `few` tokens.
 kernel void gemv(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
@@ -1225,8 +1226,8 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 // gemv_ring is gemv for GPUs that copy in the background: NVIDIA's. A token is some 200 launches of
 // a few microseconds, and gemv begins each by waiting, for its input, and then for its first
 // weights. Here two SIMD-groups, the copiers, do nothing but copy weights to slots of threadgroup
-// memory. They need no input: from compute capability 9.0 on a launch may begin before the previous
-// one has ended, and when its input is there, the first weights are there, too.
+// memory. They need no input but, with experts, the choice. From compute capability 9.0 on a launch
+// may begin before the previous one has ended: when its input is there, the first weights are, too.
 //
 // Gate and up of Qwen3-0.6B in Q4_0, for example, have 3,072 rows of 1,024 columns. On an H100 each
 // of 132 threadgroups has 23 or 24 rows of both, in tiles of 8 (without a GLU 16). A slot has a
@@ -1245,15 +1246,16 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 // Up to eight tokens meet weights when these are decoded. A matrix product serves two of TOKENS.
 // Each token's groups and squares are added in the order that they have for one token: so its sums
 // are the same bits. (Numbers of tokens past the last one are whatever is there.) More is computed
-// now than memory hides, so there are two TEAMS of workers where memory has room, each with 16 rows
-// of a slot and all columns. If staging in all threadgroups would take long, ring_inputs has PACKED
-// the inputs, and they come in one copy.
+// now than memory hides, so where half of a core's memory does not do, there are two TEAMS of
+// workers, each with 16 rows of a slot and all columns (see plan_ring). If staging in all
+// threadgroups would take long, ring_inputs has PACKED the inputs, and they come in one copy.
 //
 // Who waits for whom; in round r all slots are filled for the time r, from 0 on:
 //   mbarrier        a phase of it ends when               who waits
 //   full[slot]      all shares of its rows are there      in round r workers, for phase r
 //   is_free[slot]   all workers' threads have read it     in round r copiers, for phase r - 1
 //   arrived         the copy of PACKED inputs is there    workers, before their first product
+// They take 16 to 64 arrivals, 256 or 512, and 1, 256 or 512: see ring_set_up.
 // Else workers meet at workers_barrier: if a team stages inputs for another one; and when the sums
 // of all are there. These have two buffers, so that nobody writes those that are still read.
 //
@@ -1436,7 +1438,6 @@ static inline void ring_feed(struct ring_memory m, struct ring_thread me, device
         p = 0;
         r += tile.n;
     }
-    copies_wait();
 }
 
 // Stages four neighbours of x, normed, from number i of their group on; eight lanes have a group.
@@ -1475,23 +1476,25 @@ static inline int worker_steps(int cols, int worker) {
     return max(div_up(left, ring_turn(LANE_GROUPS)), 1) * LANE_GROUPS;
 }
 
-// Waits for x, and stages a worker's columns of it, after their norm: its steps begin .. end - 1 of
-// input t0, t0 + by, and so on. squares[t] gets each worker's sum of x * x. The loads of
-// STAGE_STEPS steps overlap; the norm's first weights are no launch's output, so they do not wait.
+// Waits for x, and stages a worker's columns of inputs t0, t0 + by and so on, after their norm. The
+// steps of all these inputs are numbered one after the other, and begin .. end - 1 are done here.
+// With 8 steps an input, t0 = 1 and by = 2, for example, steps 8 .. 15 are those of input 3.
+// squares[t] gets each worker's sum of x * x. The loads of STAGE_STEPS steps overlap; the norm's
+// first weights are no launch's output, so they do not wait.
 enum { STAGE_STEPS = 4 };
 static inline void ring_stage(struct row_input in, int t0, int by, int begin, int end,
         threadgroup float *inputs, threadgroup float *squares, int worker,
         constant struct product_args *a) {
-    int each = TOKENS > 1 || EXPERTS ? worker_steps(in.cols, worker) : end;   // steps of an input
+    bool several = TOKENS > 1 || EXPERTS;                 // inputs
+    int each = several ? worker_steps(in.cols, worker) : end;   // steps of one
     float square = 0.0f;
     for (int u0 = begin; u0 < end; u0 += STAGE_STEPS) {
         float4 w[STAGE_STEPS], v[STAGE_STEPS];
         int col[STAGE_STEPS], t[STAGE_STEPS];
         QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++) {
-            int u = min(u0 + j, end - 1);
-            bool one = TOKENS == 1 && !EXPERTS;           // input
-            t[j] = t0 + (one ? 0 : u / each * by);
-            col[j] = worker_col(one ? u : u % each, worker, in.lane);
+            int u = min(u0 + j, end - 1), input = several ? u / each : 0;
+            t[j] = t0 + input * by;
+            col[j] = worker_col(u - input * each, worker, in.lane);
             w[j] = norm_weights(col[j], &in);
         }
         if (u0 == begin) { input_wait(); }
@@ -1533,7 +1536,8 @@ static inline void ring_take(struct ring_memory m, struct ring_thread me, device
 }
 
 // Adds a worker's share of a piece, as codes_dot says, to acc. ra and rb: where a lane's two rows
-// are in the slot; groups: of 32 columns; x: the piece's staged input.
+// are in the slot; groups: of 32 columns; x: the piece's staged input. Lane 13, for example, has
+// group 1 (`mine`) of rows 3 and 11; in column 3 of b it gives the `second` token's part of that.
 QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra, threadgroup const uchar *rb,
         int groups, threadgroup const float *x, threadgroup const float *zeros,
         struct ring_thread me, thread float *acc) {
@@ -1571,12 +1575,12 @@ QUANT_INLINE void ring_piece(struct ring_memory m, struct ring_thread me, int sl
     simdgroup_barrier(mem_flags::mem_threadgroup);        // lanes may have waited apart
     // matrices of one format share their code: a small program starts sooner
 #define DOT(fa, fb) ring_dot(fa, fb, ra, rb, groups, x, m.zeros, me, acc)
-    if (TEAMS > 1 && me.team * tile_rows() / TEAMS >= tile.n) {}   // no rows
-    else if (IS_GLU) DOT(FORMAT_0, FORMAT_1);
-    else if (tile.which == 0 || (tile.which == 1 ? FORMAT_1 : FORMAT_2) == FORMAT_0)
-        DOT(FORMAT_0, FORMAT_0);
-    else if (tile.which == 1) DOT(FORMAT_1, FORMAT_1);
-    else DOT(FORMAT_2, FORMAT_2);
+    bool none = TEAMS > 1 && me.team * tile_rows() / TEAMS >= tile.n;   // a team without rows
+    int format = tile.which == 1 ? FORMAT_1 : FORMAT_2;
+    if (IS_GLU && !none) DOT(FORMAT_0, FORMAT_1);
+    else if (!none && (tile.which == 0 || format == FORMAT_0)) DOT(FORMAT_0, FORMAT_0);
+    else if (!none && tile.which == 1) DOT(FORMAT_1, FORMAT_1);
+    else if (!none) DOT(FORMAT_2, FORMAT_2);
 #undef DOT
     mbarrier_arrive(&m.is_free[slot]);
 }
@@ -1693,7 +1697,7 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
     for (int from = first, buffer = 0; from < end; from += rows_met(), buffer ^= 1) {
         int to = min(from + rows_met(), end);
         threadgroup float *sums = m.sums + buffer * RING_WORKERS * ring_sums(TEAMS);
-        struct ring_result soon = result_of(me, from, to, a);
+        struct ring_result soon = result_of(me, from, to, a);   // kept, it would cost registers
         float old = soon.has && EPILOGUE == EPILOGUE_ADD ? other[soon.y] : 0.0f;   // is on its way
         ring_rows(m, me, &at, chosen, from, to, sums, a);
         workers_barrier(workers() * SIMD_LANES);          // all sums are there

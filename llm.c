@@ -29,7 +29,8 @@
 // As a library: #define LLM_NO_MAIN, #include "llm.c" before any other header. A program calls
 //
 //   bool model_open(Model *, path, Error *)
-//       maps the file. The Model is read-only from then on: sessions may share it
+//       maps the file. The Model is read-only from then on: sessions may share it, but on an NVIDIA
+//       GPU each has a copy of the weights, and a context that its calls leave current
 //   bool session_open(Session *, const Model *, Options, Error *)
 //       a Session owns its threads, KV cache and scratch
 //   void session_close(Session *), model_close(Model *)
@@ -753,7 +754,7 @@ static int reusable(const Session *s, int p);   // how many of the first p token
 static int next_chunk(Session *s, const struct Request *r, int p, bool prompt);   // its length
 // divides frequencies by Model.freqs; returns the factor of cosines and sines, 1 in a Llama
 static float rope_scaling(const Model *m, int kind, int session_window, double *freq);
-static const float *hidden_rows(Session *s, int first, int n);   // norm(x) of n rows, for --embed
+static const float *hidden_rows(Session *s, int first, int n, Error *e);   // norm(x) (--embed)
 // nothing in a Llama, but for guesses
 static void limit_options(Session *s), forget_more(Session *s, int p), chunk_seen(Session *s);
 static bool check_more(const Session *s, int n, Error *e);   // can the model run n tokens?
@@ -898,8 +899,8 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
     for (int i = first; i < n; i += LOGIT_ROWS, gpu = false) {
         int rows = smaller(n - i, LOGIT_ROWS);
         const float *row = s->logits;
-        if (r->hidden) row = hidden_rows(s, i, rows);   // --embed
-        else if (!gpu && !gpu_logits(s, i, rows)) output_logits(s, i, rows);
+        if (r->hidden && !(row = hidden_rows(s, i, rows, e))) return false;   // --embed
+        if (!r->hidden && !gpu && !gpu_logits(s, i, rows)) output_logits(s, i, rows);
         for (int k = 0; k < rows; k++, row += width) {
             int token = pos + i + k;
             bool guess = token >= r->n - r->guesses;
@@ -924,6 +925,7 @@ typedef struct {
     size_t n;                  // logits
     const struct Best *best;   // the largest of each 256 logits: most others need not be read (39)
     Tokens recent, banned;     // ids that the penalty lowers; ids that are never sampled
+    float penalty;
 } Draw;
 
 // Section 39 sorts. sort_top brings the k best candidates to the front, in order; sort_share brings
@@ -935,17 +937,23 @@ static void sort_share(Candidate *c, size_t n, double enough);
 static size_t sample_candidates(Candidate *c, const Draw *d, int k);
 static const struct Best *session_best(Session *s, const float *logits);   // for Draw
 
-// Makes ids less likely: positive logits are divided by the penalty, negative ones multiplied; with
-// INFINITY an id becomes impossible. An id counts once, however often it occurs, because its new
-// logit is computed from the old one in `logits`.
+// A positive logit is divided by the penalty, a negative one multiplied; INFINITY leaves nothing.
+static float lowered(float logit, float penalty) {
+    if (penalty == INFINITY || isnan(logit)) return -INFINITY;
+    return logit * (logit > 0 ? 1 / penalty : penalty);
+}
+
+static int compare_ids(const void *a, const void *b) {   // of two candidates
+    int32_t x = ((const Candidate *)a)->id, y = ((const Candidate *)b)->id;
+    return (x > y) - (x < y);
+}
+
+// Makes ids less likely. An id counts once, however often it occurs, because its new logit is
+// computed from the old one in `logits`. The candidates are in the order of ids.
 static void sample_penalty(Candidate *c, size_t n, const float *logits, Tokens ids, float penalty) {
     for (size_t i = 0; i < ids.n; i++) {
-        int32_t id = ids.id[i];
-        size_t at = id >= 0 && (size_t)id < n && c[id].id == id ? id : 0;   // id: c has all ids
-        while (at < n && c[at].id != id) at++;
-        if (at == n || isnan(logits[id])) continue;
-        float factor = logits[id] > 0 ? 1 / penalty : penalty;
-        c[at].logit = penalty < INFINITY ? logits[id] * factor : -INFINITY;
+        Candidate *one = bsearch(&(Candidate){.id = ids.id[i]}, c, n, sizeof *c, compare_ids);
+        if (one) one->logit = lowered(logits[one->id], penalty);
     }
 }
 
@@ -1010,8 +1018,8 @@ static int32_t sample(const Sampling *o, Candidate *c, const Draw *d, uint64_t *
     double total, sum;
     bool greedy = o->temp < 1e-30f;   // 0, or so small that logits / temp overflow
     int k = greedy ? 1 : o->top_k;
-    size_t n = sample_candidates(c, d, o->repeat_penalty < 1 ? 0 : k);   // below 1 logits may rise
-    sample_penalty(c, n, d->logits, d->recent, o->repeat_penalty);
+    size_t n = sample_candidates(c, d, d->penalty < 1 ? 0 : k);   // below 1 logits may rise
+    sample_penalty(c, n, d->logits, d->recent, d->penalty);
     sample_penalty(c, n, d->logits, d->banned, INFINITY);
     if (!greedy) sample_temperature(c, n, o->temp);
     n = sample_top_k(c, n, k);
@@ -1028,7 +1036,8 @@ API int32_t session_sample(Session *s, const float *logits) {
     size_t n = o->repeat_penalty == 1 ? 0 : o->repeat_last_n;   // -1 is more than there can be
     Tokens recent = s->history;
     if (n < recent.n) recent = (Tokens){recent.id + recent.n - n, n, n};
-    Draw d = {logits, s->m->config.n_vocab, session_best(s, logits), recent, s->m->suppressed};
+    Draw d = {logits, s->m->config.n_vocab, session_best(s, logits), recent, s->m->suppressed,
+              o->repeat_penalty};
     return sample(o, s->candidates, &d, &s->rng);
 }
 
@@ -2460,6 +2469,9 @@ static bool weights_load(Model *m, Error *e) {
     if (ld.ok) load_nextn(ld);
     if (ld.ok) check_tensors(&ld);
     if (ld.ok) repeat_layers(m, ld.hints.loops_bare);
+    int windowed = 0;   // layers, without which nobody reads their angles
+    for (int l = 0; ld.ok && l < c->n_layer + c->n_nextn; l++) windowed += m->layers[l].window > 0;
+    if (!windowed) c->n_rot[WINDOWED] = 0;
     const Meta *never = gguf_find(m->gguf, "tokenizer.ggml.suppress_tokens");
     for (uint64_t i = 0; never && gguf_size[never->elem] && i < never->n; i++)
         if (!tokens_add(&m->suppressed, meta_int(never, i))) refuse(&ld, "out of memory");
@@ -2847,11 +2859,11 @@ static void cap_logits(const Session *s, size_t count) {
     if (c->logit_cap > 0) soft_cap(s->logits, count, c->logit_cap);     // Gemma 2
 }
 
-static void gpu_fetch(Session *s, void *p, size_t bytes);   // before the CPU reads p
-// Returns norm(x) of n tokens of the last chunk, from `first` on: embeddings are pooled from them
-static const float *hidden_rows(Session *s, int first, int n) {
+static bool gpu_fetch(Session *s, void *p, size_t bytes, Error *e);   // before the CPU reads p
+// returns norm(x) of n tokens of the last chunk, from `first` on: embeddings are pooled from them
+static const float *hidden_rows(Session *s, int first, int n, Error *e) {
     size_t dim = s->m->config.dim;
-    gpu_fetch(s, s->x + first * dim, n * dim * sizeof *s->x);
+    if (!gpu_fetch(s, s->x + first * dim, n * dim * sizeof *s->x, e)) return NULL;
     for (int i = 0; i < n; i++) norm_more_row(s, &s->m->out_norm, first + i);
     return s->normed + first * dim;
 }
@@ -8345,7 +8357,7 @@ static void gpu_open(Session *s) {}
 static void gpu_close(Session *s) {}
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) { return false; }
 static bool gpu_logits(Session *s, int i, int n) { return false; }
-static void gpu_fetch(Session *s, void *p, size_t n) {}
+static bool gpu_fetch(Session *s, void *p, size_t n, Error *e) { return true; }
 static void gpu_store(Session *s, bool states) {}
 static bool gpu_nextn(Session *s, int b, const int32_t *ids, int n, int pos) { return false; }
 static bool gpu_best(const Session *s, int32_t *id, double *chance) { return false; }
@@ -8410,16 +8422,16 @@ static const Best *session_best(Session *s, const float *logits) {
     return best;
 }
 
-// At least k logits reach the k-th best of d->best, not counting those that fall, and few more:
+// At least k logits reach the k-th best of d->best, recent ones as they have fallen, and few more:
 // about 43 for k = 40. Of BEST_IDS whose best one does not reach it none is read.
 static size_t sample_candidates(Candidate *c, const Draw *d, int k) {
     const float *l = d->logits;
-    size_t parts = best_parts(d->n), most = k + d->banned.n, kept = 0;   // never: they may be best
+    size_t parts = best_parts(d->n), most = k + d->banned.n, kept = 0;   // banned: may be best
     float least = -INFINITY;
     for (size_t i = 0; i < parts; i++) c[i] = (Candidate){d->best[i].logit, i};
     for (size_t i = 0; i < d->recent.n; i++) {
         size_t id = d->recent.id[i], part = id / BEST_IDS;
-        if (id < d->n && l[id] >= c[part].logit) c[part].logit = -INFINITY;
+        if (id < d->n && l[id] >= d->best[part].logit) c[part].logit = lowered(l[id], d->penalty);
     }
     if (k > 0 && most <= parts) {
         sort_top(c, parts, most);
@@ -9686,7 +9698,7 @@ static void print_statistics(const Cli *cli) {
     fprintf(stderr, ", peak %.0f MB, seed %llu, %s", peak_mb(),
             (unsigned long long)cli->o.sampling.seed, s->gpu ? GPU_NAME : "cpu");
     int layers = gpu_layers(s), all = s->m->config.n_layer;
-    fprintf(stderr, layers && layers < all ? " %d/%d\n" : "\n", layers, all);
+    fprintf(stderr, s->gpu && layers < all ? " %d/%d\n" : "\n", layers, all);
 }
 
 // Does a key say something that the engine must know? Keys of RoPE, attention, experts and sampling

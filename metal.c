@@ -4,8 +4,8 @@
 //
 // In come a Session and the ids of a chunk; out come logits in s->logits, and new rows and states
 // in the session's caches. kernels.metal says what a kernel computes; here stands which kernels
-// run, in what order and on which buffers. Read section 6 first, whose run_layer is forward of
-// llm.c once more; then run_products, run_gemv and run_gemm in 5.
+// run, in what order and on which buffers. Read section 6 first, whose run_layer is
+// forward_layer of llm.c once more; then run_products, run_gemv and run_gemm in 5.
 //
 //    1. the device, 2. NVIDIA, 3. Apple   buffers and dispatches, by each system's functions
 //    4. what both share      memory, variants of kernels, and the way to the device
@@ -25,20 +25,24 @@ _Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");   // the state as llm.c has
 // ---- 1. the device ----
 //
 // The functions device_* stand here twice, for NVIDIA and for Apple. Other code knows whether the
-// GPU has copies (DEVICE_COPIES), and for gemv_ring its cores and their memory (g->room, or 0).
+// GPU has copies (DEVICE_COPIES) of the host's memory, and its cores and the threadgroup memory of
+// each (g->room), which NVIDIA's have for gemv_ring.
 
-// tiles of gemm and flash_attention: buffers, tokens, threadgroup memory; the tests try both, and
-// gemv_ring on a device of theirs with SOFT_CORES and SOFT_ROOM
+// tiles of gemm and flash_attention: buffers, tokens, threadgroup memory; does the GPU have memory
+// of its own? The tests try both, with SOFT_CORES and SOFT_ROOM on a device of theirs.
 #if defined(LLM_CUDA) || defined(LARGE_TILES)
-enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10, SOFT_CORES = 5,
-       SOFT_ROOM = 227 << 10 };
+enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10, DEVICE_COPIES = 1,
+       SOFT_CORES = 5, SOFT_ROOM = 227 << 10 };
 #else
-enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10, SOFT_CORES = 0, SOFT_ROOM = 0 };
+enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10, DEVICE_COPIES = 0,
+       SOFT_CORES = 0, SOFT_ROOM = 0 };
 #endif
 enum { MAX_PIPELINES = 512, MAX_BOUND = 16, EARLY_LAYERS = 4, SPLIT_LAYERS = 8, MAX_SPLITS = 32,
-       LONG_LAUNCH = 64 << 10, OWN_COLS = 16384, SPARE_BYTES = 512 << 20 };
-// memory of the host, and what stands for it on the device: a buffer (Apple), a copy (NVIDIA)
-typedef struct { char *base; size_t size; void *buffer; } Shared;
+       LONG_LAUNCH = 64 << 10, OWN_COLS = 16384, SPARE_BYTES = 512 << 20, SENT_TOKENS = 64,
+       MAX_SENT = 32 };
+// memory of the host, and what stands for it on the device: a buffer (Apple), a copy (NVIDIA), from
+// byte `at` on
+typedef struct { char *base; size_t size; void *buffer; size_t at; } Shared;
 
 // one dispatch; bound: buffers 0 to n - 1, NULL where the variant ignores one (n: its arguments)
 typedef struct {
@@ -60,7 +64,7 @@ typedef struct Gpu {
     Variant pipeline[MAX_PIPELINES];
     int n_shared, n_pipelines;
     size_t longest;             // bytes that a buffer may have
-    int cores, room;            // for gemv_ring: the GPU's cores; threadgroup memory, 0: no ring
+    int cores, room;            // NVIDIA: its cores; bytes of threadgroup memory. Apple: 0, no ring
     size_t many;                // of more bytes of weights a core, a launch is long
     int own_cols;               // more columns of a few tokens' inputs are packed by ring_inputs
     Pool *pool;                 // the session's, for the compiler
@@ -75,7 +79,10 @@ typedef struct Gpu {
     float *packed;              // what ring_inputs makes of the inputs of a few tokens
     float *parts;               // [FEW][n_head][slices][vd + 2] of a long ring, see Spread
     int sure;                   // tokens of the last pass before its guesses
-    int first;                  // the first layer whose FFN it runs; the CPU runs those before
+    int cpu_ffns;               // the FFNs of this many layers, the first, run on the CPU,
+    Shared sent;                // but a chunk's here, where one after the other is sent; or empty
+    int sent_tokens;            // the fewest tokens of such a chunk
+    bool few;                   // the pass is of a few tokens: NVIDIA's launches may start early
     bool dry;                   // what is encoded will not run
     char why[300];              // what went wrong first, or empty
 } Gpu;
@@ -140,9 +147,9 @@ typedef struct {
     X(nvrtcGetProgramLogSize, (void *, size_t *)) X(nvrtcGetProgramLog, (void *, char *)) \
     X(nvrtcGetCUBINSize, (void *, size_t *)) X(nvrtcGetCUBIN, (void *, char *)) \
     X(nvrtcDestroyProgram, (void **)) X(nvrtcVersion, (int *, int *))
-enum { DEVICE_COPIES = 1, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, CORES = 16, CORE_SHARED = 97,
+enum { COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, CORES = 16, CORE_SHARED = 97,
        COPY_BYTES = 64 << 20, STREAM_NON_BLOCKING = 1, CAPTURE_RELAXED = 2, NO_DEVICE = 100,
-       MAX_SHARED_BYTES = 8, LAUNCH_EARLY = 6, GPU_CHUNK = 2048 };
+       MAX_SHARED_BYTES = 8, LAUNCH_EARLY = 6, GPU_CHUNK = 2048, GRAPHS = 8 * FEW };
 
 // what a launch binds, as in kernels.metal
 typedef struct { char *buffer[MAX_BOUND], bytes[512]; } Bound;
@@ -154,14 +161,14 @@ struct Device {
     DRIVER(X) COMPILER(X)
 #undef X
     void *context, *stream;
-    // [n] the launches of n tokens with send_tokens' key, or NULL; [FEW + n] those in a nextn block
-    void *graph[2 * FEW + 1];
-    uint64_t key[2 * FEW + 1], last[2 * FEW + 1];   // last: of the latest n tokens without a graph
-    int n;                      // the launches of n tokens are captured
-    bool records;               // launches are captured for the graph
-    bool few;                   // launches are those of a few tokens
-    bool early, first;          // these may start early; but the next one follows a copy
-    char arch[32];
+    // launches with this key, or NULL: [n] of n tokens, [FEW * i + n] those in nextn block i (1 ..)
+    void *graph[GRAPHS + 1];
+    uint64_t key[GRAPHS + 1], last[GRAPHS + 1];   // last: of the latest pass without a graph
+    int place;                  // of the graph that launches are captured for
+    bool records;               // they are
+    bool early;                 // the launches of a few tokens may start early
+    bool after_copy;            // but the next one follows a copy, or a pause
+    char arch[32], compiler[32];
     Code code[MAX_PIPELINES];   // compiled, but not loaded yet
 };
 
@@ -200,7 +207,7 @@ static bool device_open(Gpu *g) {
         "/usr/local/cuda/lib64/libnvrtc.so"};
     void *from = cuda_library(g, drivers, COUNT(drivers));
     const char *missing = NULL;
-    int devices = 0, error, major, minor, version = 0;
+    int devices = 0, error, major, minor, version = 0, part = 0;   // of the compiler
     Device *d = g->device = calloc(1, sizeof *d);
     g->longest = SIZE_MAX / 2;
     if (!from || !d) return false;
@@ -212,7 +219,8 @@ static bool device_open(Gpu *g) {
     if (!cuda(g, cuDeviceGetCount, &devices) || !devices) return false;
     from = cuda_library(g, compilers, COUNT(compilers));
     if (!from)
-        return gpu_fail(g, "there is an NVIDIA GPU, but no libnvrtc, which compiles for it", NULL);
+        return gpu_fail(g, "there is an NVIDIA GPU, but no libnvrtc, which compiles for it",
+                        "install libnvrtc12 or cuda-nvrtc-12-8, or a later one");
     COMPILER(X)
 #undef X
     if (missing) return gpu_fail(g, "libnvrtc has no function", missing);
@@ -223,9 +231,10 @@ static bool device_open(Gpu *g) {
               (major > 7 || gpu_fail(g, "its compute capability is below 8.0", NULL)) &&
               cuda(g, cuDeviceGetAttribute, &g->cores, CORES, 0) &&
               cuda(g, cuDeviceGetAttribute, &g->room, CORE_SHARED, 0) &&   // of a threadgroup
-              cuda(g, nvrtcVersion, &version, &error);
+              cuda(g, nvrtcVersion, &version, &part);
     d->early = ok && major > 8 && version > 11;   // older compilers lack bulk copies
     if (ok) snprintf(d->arch, sizeof d->arch, "-arch=sm_%d%d", major, minor);
+    snprintf(d->compiler, sizeof d->compiler, "%d.%d", version, part);
     return ok;
 }
 
@@ -281,8 +290,10 @@ static bool device_buffer(Gpu *g, Shared *s, bool filled) {
 
 static char *device_address(const Gpu *g, const void *p) {
     const Shared *at = gpu_find(g, p);
-    return (char *)at->buffer + ((const char *)p - at->base);
+    return (char *)at->buffer + at->at + ((const char *)p - at->base);
 }
+
+static bool is_ring(const int *constant) { return constant[C_LANE_GROUPS]; }   // or ring_inputs
 
 // The source of a variant: its constants, and a function that calls the kernel. In a threadgroup of
 // 256 threads each thread may use as many registers as there can be. Of gemv, 512 or 768 threads
@@ -292,7 +303,7 @@ static char *device_address(const Gpu *g, const void *p) {
 // unless heads are wide, so that the next launch fits.
 static void cuda_source(const Variant *p, bool early, char *s) {
     const int *constant = p->d.constant;
-    bool ring = constant[C_LANE_GROUPS];
+    bool ring = is_ring(constant);
     bool waits = ring || !strcmp(p->d.kernel, "attention");   // themselves, later
 #define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, constant[C_##name]);
     FUNCTION_CONSTANTS(X)
@@ -314,11 +325,13 @@ static void cuda_source(const Variant *p, bool early, char *s) {
             "        blockDim.x / 32, threadIdx.x / 32, threadIdx.x %% 32);\n}\n");   // PLACE
 }
 
-// the path of a variant's file, whose name is a hash of the sources; false: no place to keep it
+// The path of a variant's file, whose name is a hash of the sources and the compiler's version.
+// False: there is no place to keep it, or the folder is another user's, whose code we do not run.
 static bool cuda_path(const Gpu *g, const char *source, char *path, size_t size) {
-    const char *texts[] = {g->device->arch, quant_text, kernels_text, source};
+    const char *texts[] = {g->device->arch, g->device->compiler, quant_text, kernels_text, source};
     const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
     uint64_t hash = 0xcbf29ce484222325;
+    struct stat folder;
     bool own = cache && *cache == '/';
     if (!own && !(home && *home == '/')) return false;
     for (size_t i = 0; i < COUNT(texts); i++)
@@ -328,6 +341,7 @@ static bool cuda_path(const Gpu *g, const char *source, char *path, size_t size)
     mkdir(path, 0700);
     n += snprintf(path + n, size - n, "/llm");
     mkdir(path, 0700);
+    if (stat(path, &folder) || folder.st_uid != geteuid()) return false;
     snprintf(path + n, size - n, "/%016llx", (unsigned long long)hash);
     return true;
 }
@@ -403,7 +417,7 @@ static bool device_ready(Gpu *g) {   // compiles and loads all variants that are
                         cuda(g, cuModuleGetFunction, &p->state, module, name) &&
                         (!p->d.constant[C_BUFFERS] ||
                          cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, SHARED_BYTES)) &&
-                        (!p->d.constant[C_LANE_GROUPS] ||
+                        (!is_ring(p->d.constant) ||
                          cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, g->room))
                   : gpu_fail(g, p->d.kernel, c->bytes ? c->bytes : "it is not compiled");
         free(c->bytes);
@@ -413,35 +427,35 @@ static bool device_ready(Gpu *g) {   // compiles and loads all variants that are
 }
 
 static size_t device_threads(const Dispatch *d) {   // what a variant is compiled for
-    bool own = d->constant[C_UNIT_ROWS] || d->constant[C_BUFFERS] || d->constant[C_LANE_GROUPS];
+    bool own = d->constant[C_UNIT_ROWS] || d->constant[C_BUFFERS] || is_ring(d->constant);
     if (own) return d->threads;
     return d->threads > 256 ? 1024 : 256;
 }
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
 
-// Launches the graph of an earlier pass of n tokens, if it has the same key: it begins dispatches
-// sooner than calls do. Else returns false. Then the pass is captured as a graph if n is 1, or if
-// the latest pass of n tokens without a graph had this key. (A graph costs as much as a pass, and
-// guesses have many lengths.) A chunk has n = 0: its launches are calls. Of a nextn block n has FEW
-// more.
-static bool device_again(Gpu *g, int n, uint64_t key) {
+// Launches again what an earlier pass launched, if its graph at this place has the same key: it
+// begins dispatches sooner than calls do. Else returns false. Then the pass is captured as a graph
+// if it has one token, or if the latest pass of this place without a graph had this key. (A graph
+// costs as much as a pass, and guesses have many lengths.) place: see Device; 0: of a chunk, whose
+// launches are calls, as are those of blocks behind the last place.
+static bool device_again(Gpu *g, int place, uint64_t key) {
     Device *d = g->device;
-    d->few = n > 0;
-    if (!n || g->why[0]) return false;
-    if (d->graph[n] && d->key[n] == key) return cuda(g, cuGraphLaunch, d->graph[n], d->stream);
-    bool captures = n % FEW == 1 || d->last[n] == key;
-    d->last[n] = key;
+    if (!place || place > GRAPHS || g->why[0]) return false;
+    void *graph = d->graph[place];
+    if (graph && d->key[place] == key) return cuda(g, cuGraphLaunch, graph, d->stream);
+    bool captures = place % FEW == 1 || d->last[place] == key;
+    d->last[place] = key;
     if (!captures) return false;
     d->records = cuda(g, cuStreamBeginCapture_v2, d->stream, CAPTURE_RELAXED);
-    d->n = n;
-    d->key[n] = key;
+    d->place = place;
+    d->key[place] = key;
     return false;
 }
 
 static void cuda_recorded(Gpu *g) {   // makes a graph of what was captured, and launches it
     Device *d = g->device;
-    void *launches = NULL, **graph = &d->graph[d->n];
+    void *launches = NULL, **graph = &d->graph[d->place];
     if (!d->records) return;
     d->records = false;
     if (*graph) d->cuGraphExecDestroy(*graph);
@@ -452,42 +466,40 @@ static void cuda_recorded(Gpu *g) {   // makes a graph of what was captured, and
     if (launches) d->cuGraphDestroy(launches);
 }
 
-static bool device_wait(Gpu *g) {
-    cuda_recorded(g);
-    g->device->few = false;
-    return cuda(g, cuStreamSynchronize, g->device->stream) && !g->why[0];
-}
-
 static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *a, size_t n) {
     Bound x;
+    assert(n <= sizeof x.bytes);
     for (int i = 0; i < d->n; i++)
         x.buffer[i] = d->bound[i] ? device_address(g, d->bound[i]) : NULL;
     memcpy(x.bytes, a, n);
     static const LaunchAttribute early = {LAUNCH_EARLY, 0, {1}};
     Device *device = g->device;
     Launch launch = {{d->groups, 1, 1}, {d->threads, 1, 1}, 16 * div_up(d->shared, 4),
-                     device->stream, &early, device->early && device->few && !device->first};
-    device->first = false;
+                     device->stream, &early, device->early && g->few && !device->after_copy};
+    device->after_copy = false;
     cuda(g, cuLaunchKernelEx, &launch, p->state, (void *[]){&x}, NULL);
 }
 
 static void device_send(Gpu *g, const void *p, size_t bytes) {
-    g->device->first = true;
+    g->device->after_copy = true;
     if (bytes && !g->why[0] && cuda(g, cuCtxSetCurrent, g->device->context))
         cuda(g, cuMemcpyHtoDAsync_v2, device_address(g, p), p, bytes, g->device->stream);
 }
 
-static void device_fetch(Gpu *g, void *p, size_t bytes) {   // waits for the GPU
+static bool device_fetch(Gpu *g, void *p, size_t bytes) {
+    Device *d = g->device;
     cuda_recorded(g);
-    if (bytes && !g->why[0] && cuda(g, cuCtxSetCurrent, g->device->context) &&
-        cuda(g, cuMemcpyDtoHAsync_v2, p, device_address(g, p), bytes, g->device->stream))
-        cuda(g, cuStreamSynchronize, g->device->stream);
+    d->after_copy = true;
+    if (bytes && !g->why[0] && cuda(g, cuCtxSetCurrent, d->context))
+        cuda(g, cuMemcpyDtoHAsync_v2, p, device_address(g, p), bytes, d->stream);
+    return cuda(g, cuStreamSynchronize, d->stream) && !g->why[0];
 }
 
 // pins it, so it is fetched faster
 static void device_often(Gpu *g, void *p, size_t n) { g->device->cuMemHostRegister_v2(p, n, 0); }
 
 static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {
+    g->device->after_copy = true;
     cuda(g, cuMemcpyDtoDAsync_v2, device_address(g, to), device_address(g, from), bytes,
          g->device->stream);
 }
@@ -496,7 +508,8 @@ static void device_keep(Gpu *g) { (void)g; }   // its memory is its own
 #else
 // ---- 3. Apple: Objective-C, by hand ----
 //
-// The host and the GPU share all memory, so nothing is sent or fetched.
+// The host and the GPU share all memory, so nothing is sent, and to fetch is to wait. (The tests'
+// GPU may have memory of its own, as NVIDIA's have: then a missing copy is seen.)
 //
 // A method is a C function, found by name. It must be called through its exact type: on arm64 a
 // variadic call passes its arguments elsewhere. Apple's rules of ownership: we release what "new",
@@ -519,7 +532,7 @@ void objc_autoreleasePoolPop(void *);
     X(string, "stringWithUTF8String:", id, const char *) X(utf8, "UTF8String", const char *) \
     X(count, "count", size_t) X(object_at, "objectAtIndex:", id, size_t) \
     X(set_fast_math, "setFastMathEnabled:", void, bool) X(new_queue, "newCommandQueue", id) \
-    X(max_length, "maxBufferLength", size_t) \
+    X(max_length, "maxBufferLength", size_t) X(contents, "contents", void *) \
     X(new_library, "newLibraryWithSource:options:error:", id, id, id, id *) \
     X(set_constant, "setConstantValue:type:atIndex:", void, const void *, size_t, size_t) \
     X(new_function, "newFunctionWithName:constantValues:error:", id, id, id, id *) \
@@ -570,7 +583,7 @@ __asm__(".data\nmetal_source: .incbin \"quant.h\"\n"
         ".incbin \"kernels.metal\"\n.byte 0\n.previous\n");
 extern const char metal_source[] __asm__("metal_source");
 
-enum { DEVICE_COPIES = 0, MAX_COMMANDS = 2 * MAX_SPLITS, GPU_CHUNK = 512 };
+enum { MAX_COMMANDS = 2 * MAX_SPLITS, GPU_CHUNK = 512 };
 struct Device {
     id device, queue, library, encoder, commands[MAX_COMMANDS];
     int n_commands;             // command buffers of this pass
@@ -631,8 +644,8 @@ static void device_close(Gpu *g) {
     free(d);
 }
 
-static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages
-    size_t page = sysconf(_SC_PAGESIZE);
+static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages, but for copies
+    size_t page = DEVICE_COPIES ? 1 : sysconf(_SC_PAGESIZE);
     (void)filled;
     s->size = (s->size + page - 1) / page * page;
     if (s->size > g->longest) return false;
@@ -695,11 +708,16 @@ static void device_begin(Gpu *g) {   // one more command buffer
     else gpu_fail(g, "no command encoder", NULL);
 }
 
-static bool device_again(Gpu *g, int n, uint64_t key) {
-    return (void)g, (void)n, (void)key, false;
+static bool device_again(Gpu *g, int place, uint64_t key) {
+    return (void)g, (void)place, (void)key, false;
 }
 
-static bool device_wait(Gpu *g) {
+static char *device_address(const Gpu *g, const void *p) {
+    const Shared *at = gpu_find(g, p);
+    return (char *)send(contents, at->buffer) + at->at + ((const char *)p - at->base);
+}
+
+static bool device_fetch(Gpu *g, void *p, size_t bytes) {
     Device *d = g->device;
     metal_commit(g);
     for (int i = 0; i < d->n_commands; i++) {
@@ -707,9 +725,10 @@ static bool device_wait(Gpu *g) {
         if (send(status, d->commands[i]) != MTLCommandBufferStatusCompleted)
             metal_fail(g, "the GPU stopped", send(error, d->commands[i]));
     }
-    objc_autoreleasePoolPop(d->pool);
+    if (d->pool) objc_autoreleasePoolPop(d->pool);
     d->pool = d->encoder = NULL;
     d->n_commands = 0;
+    if (DEVICE_COPIES && bytes) memcpy(p, device_address(g, p), bytes);
     return !g->why[0];
 }
 
@@ -722,7 +741,8 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
     for (int i = 0; i < d->n; i++) {
         const char *from = d->bound[i] ? d->bound[i] : g->shared[0].base;   // Metal wants one
         const Shared *at = gpu_find(g, from);
-        if (from != device->bound[i]) send(set_buffer, encoder, at->buffer, from - at->base, i);
+        size_t offset = at->at + (from - at->base);
+        if (from != device->bound[i]) send(set_buffer, encoder, at->buffer, offset, i);
         device->bound[i] = from;
     }
     send(set_bytes, encoder, a, n, d->n);
@@ -732,8 +752,13 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
     send(dispatch, encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
 }
 
-static void device_send(Gpu *g, const void *p, size_t n) { (void)g, (void)p, (void)n; }
-static void device_fetch(Gpu *g, void *p, size_t n) { (void)g, (void)p, (void)n; }
+static void device_send(Gpu *g, const void *p, size_t bytes) {
+    if (!DEVICE_COPIES || !bytes) return;
+    // what is encoded reads what was there before
+    if (g->device->encoder && device_fetch(g, NULL, 0)) device_begin(g);
+    memcpy(device_address(g, p), p, bytes);
+}
+
 static void device_often(Gpu *g, void *p, size_t n) { (void)g, (void)p, (void)n; }
 
 static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {   // in its own encoder
@@ -764,12 +789,16 @@ static void device_keep(Gpu *g) {
 //
 // Memory that the GPU may see, variants of kernels, and the way of a Dispatch to the device.
 
+// Waits for the GPU. (device_fetch does, and then p [bytes] is the host's as the GPU has left it.)
+// False: something went wrong since device_open.
+static bool device_wait(Gpu *g) { return device_fetch(g, NULL, 0); }
+
 // lets the GPU see memory of the host, which is filled or all zeros
 static bool gpu_share(Gpu *g, Map map, bool filled) {
-    Shared *more = realloc(g->shared, (g->n_shared + 1) * sizeof *more);
+    Shared *more = realloc(g->shared, (g->n_shared + 1 + MAX_SENT) * sizeof *more);
     if (!more) return false;
     g->shared = more;
-    more[g->n_shared] = (Shared){(char *)map.base, map.size, NULL};
+    more[g->n_shared] = (Shared){(char *)map.base, map.size, NULL, 0};
     bool ok = device_buffer(g, &more[g->n_shared], filled);
     g->n_shared += ok;
     return ok;
@@ -951,7 +980,7 @@ static void bind_products(Session *s, Dispatch *d, struct product_args *a, const
     }
 }
 
-static bool is_float(const Matrix *w) { return quant_row_bytes(w->type, 1); }   // of any length
+static bool is_float(const Matrix *w) { return quant_row_bytes(w->type, 1); }   // else: in blocks
 
 // tokens that gemv and gemv_ring compute for n, some of them in vain
 static int tokens_for(int n) {
@@ -986,7 +1015,7 @@ static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int per
         }
     for (a->few = per_token ? few : 1; a->few; a->few--) {
         int inputs = per_token * a->few;   // a threadgroup has rows of its share and one more
-        a->inputs = inputs > 1 ? div_up(inputs, g->cores) + 1 : 1;
+        a->inputs = inputs > 1 ? smaller(div_up(inputs, g->cores) + 1, inputs) : 1;
         a->slots = ring_slots(a, lane_groups, 1, 1, room);
         if (a->slots >= LEAST) break;
     }
@@ -1046,7 +1075,8 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
     int room = wide ? smaller(210 << 10, g->room) : smaller(112 << 10, (g->room - 1024) / 2);
     cut_rows(p, a, lane_groups, small ? RING_PIECE / 2 : RING_PIECE);
     plan_ring(g, a, 1, per_token, lane_groups, room);
-    if (!a->few) plan_ring(g, a, 1, per_token, lane_groups, room = g->room);
+    if (!a->few) room = g->room;
+    plan_ring(g, a, 1, per_token, lane_groups, room);
     if (!a->few) return 0;   // nor do several take it then
     RingPlan plan = plan_ring(g, a, p->n, per_token, lane_groups, room);
     assert(!d->constant[C_NORMED] || a->inputs <= FEW);   // squares has room for these
@@ -1089,7 +1119,7 @@ static int run_units(Session *s, const Products *p, Dispatch *d, struct product_
     d->constant[C_TOKENS] = tokens;
     d->constant[C_UNIT_ROWS] = most;
     gpu_dispatch(s->gpu, d, a, sizeof *a);
-    return n * a->few;   // one of them is 1
+    return n * a->few;   // n is 1 for a few tokens, a->few for a router's or heads'
 }
 
 static void run_gemv(Session *s, Products p) {   // for up to FEW tokens, or n of a router
@@ -1542,6 +1572,25 @@ static bool run_block(Session *s, const Layer *w, int n) {
 // ---- 6. forward ----
 //
 // A pass encodes all its dispatches in the order in which they run, and waits for them at its end.
+// The CPU may run the FFNs of the first layers. The GPU lacks their matrices then, but for those
+// that run again in later layers (Nanbeige), and has all else.
+
+static int file_layers(const Model *m) { return m->config.n_layer / m->config.n_loops; }
+
+// the layer of the file whose FFN has a matrix, or -1
+static int ffn_of(const Tensor *t) {
+    Str rest = t->name;
+    bool ffn = t->ne[1] > 1 && str_cut(&rest, "blk.") && memmem(rest.s, rest.n, ".ffn_", 5);
+    return ffn ? atoi(rest.s) : -1;
+}
+
+static bool gpu_reads(const Session *s, const Tensor *t) {   // does the GPU have a copy?
+    int l = ffn_of(t), repeated = s->m->config.n_layer - file_layers(s->m);
+    return l < 0 || l + repeated >= s->gpu->cpu_ffns;
+}
+
+// bytes that it takes where it is sent
+static size_t sent_bytes(const Tensor *t) { return ((size_t)tensor_bytes(t) + 255) / 256 * 256; }
 
 // The end of a block: y[n][dim] = base + post(w in), or, in an encoder, post(base + w in); then
 // attn_norm_2 of that plus base, if there is one, and at a layer's end its scale. tmp [n][dim] is
@@ -1568,17 +1617,41 @@ static void run_residual(Session *s, const Layer *l, Residual r, int n) {
     if (again) run_norm(s, to, &l->attn_norm_2, c->norm, c->dim, r.y, n, STORE);
 }
 
-// The FFN of one of the first layers, on the CPU: the stream goes there and back.
-static void run_ffn_apart(Session *s, int n) {
-    size_t bytes = (size_t)n * s->m->config.dim * sizeof *s->x;
-    if (s->gpu->dry) return;
-    device_fetch(s->gpu, s->x, bytes);
-    s->n = n;
-    forward_ffn(s);
-    device_send(s->gpu, s->x, bytes);
+// Does the CPU run this layer's FFN for n tokens?
+static bool is_apart(const Session *s, const Layer *w, int n) {
+    bool sent = s->gpu->sent.size && n >= s->gpu->sent_tokens;   // its weights go to the GPU
+    return w->up.data && s->l < s->gpu->cpu_ffns && !sent;
 }
 
-// One layer, as in forward. If attention and FFN stand side by side, both read s->x, so x plus
+static void run_ffn_apart(Session *s, int n) {   // the stream goes to the CPU and back
+    Gpu *g = s->gpu;
+    size_t bytes = (size_t)n * s->m->config.dim * sizeof *s->x;
+    if (g->dry || !device_fetch(g, s->x, bytes)) return;
+    s->n = n;
+    forward_ffn(s);
+    device_begin(g);
+    device_send(g, s->x, bytes);
+}
+
+// Sends matrices of a layer's FFN that the GPU lacks, so that a chunk's FFN runs there: the CPU
+// would take longer. gpu_find knows them until their number is set back.
+static void send_ffn(Session *s) {
+    Gpu *g = s->gpu;
+    const Gguf *file = s->m->gguf;
+    int known = g->n_shared;
+    size_t at = 0;
+    for (size_t i = 0; i < file->n_tensors && !g->dry; i++) {
+        const Tensor *t = &file->tensors[i];
+        size_t bytes = tensor_bytes(t);
+        if (gpu_reads(s, t) || ffn_of(t) != s->l % file_layers(s->m)) continue;
+        assert(g->n_shared < known + MAX_SENT);   // no FFN that llm knows has more matrices
+        g->shared[g->n_shared++] = (Shared){(char *)t->data, bytes, g->sent.buffer, at};
+        device_send(g, t->data, bytes);
+        at += sent_bytes(t);
+    }
+}
+
+// One layer, as forward_layer. If attention and FFN stand side by side, both read s->x, so x plus
 // attention's result waits in s->out; so it does if a recurrent mixer stands beside attention.
 static void run_layer(Session *s, const Layer *w, int n) {
     const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
@@ -1597,7 +1670,7 @@ static void run_layer(Session *s, const Layer *w, int n) {
         else run_products(s, qkv, w->k.rows ? 3 : 1, in, to, n, clamped);
         if (!latent) run_attention(s, w, n);
         if (!latent && w->attn_gate.data) run_gates(s, w, in, s->att, w->vd, n);
-        if (is_few(s, n) && s->l >= s->gpu->first && run_block(s, w, n)) return;
+        if (is_few(s, n) && !is_apart(s, w, n) && run_block(s, w, n)) return;
         run_residual(s, w, (Residual){.w = &w->o, .in = latent ? s->mix : s->att, .post = post,
                                       .base = s->x, .tmp = s->out, .y = both ? s->out : sum}, n);
         if (both) base = s->out;
@@ -1608,8 +1681,10 @@ static void run_layer(Session *s, const Layer *w, int n) {
                                       .base = base, .tmp = both ? s->normed : s->out, .y = sum}, n);
     }
     if (!w->up.data) return;
-    if (s->l < s->gpu->first) run_ffn_apart(s, n);
+    int known = s->gpu->n_shared;
+    if (is_apart(s, w, n)) run_ffn_apart(s, n);
     else {
+        if (s->l < s->gpu->cpu_ffns) send_ffn(s);
         if ((w->n_kv || w->mixer) && (!w->side_by_side || w->ffn_norm.w))
             in = run_input(s, s->x, &w->ffn_norm, s->normed, n);
         if (moe) run_choice(s, w, in, n);
@@ -1617,6 +1692,7 @@ static void run_layer(Session *s, const Layer *w, int n) {
         run_residual(s, w, (Residual){.w = moe ? NULL : &w->down, .in = s->up, .base = sum,
                                       .post = &w->ffn_post_norm, .tmp = s->normed, .y = s->x}, n);
     }
+    s->gpu->n_shared = known;
     if (!w->input_gate.data) return;
     run_product(s, &w->input_gate, (Input){s->x, NULL}, s->gate, n, STORE);
     run_inputs(s, n);
@@ -1674,8 +1750,8 @@ static uint64_t send_tokens(Session *s, const int32_t *ids, int n, int pos, int 
     Gpu *g = s->gpu;
     const Config *c = &s->m->config;
     uint64_t key = from;
-    bool windowed = false;
     s->pos = pos;
+    g->few = is_few(s, n);
     g->now[NOW_POS] = pos;
     g->now[NOW_PLACED] = ids != NULL;
     g->now[NOW_STOOD] = ids ? pos - s->seen : 0;
@@ -1683,7 +1759,6 @@ static uint64_t send_tokens(Session *s, const int32_t *ids, int n, int pos, int 
     for (int i = 0; i < n; i++) g->ids[i] = ids ? ids[i] : 0;
     for (int l = from; l < end; l++) {
         Cache *kv = &s->cache[l];
-        windowed |= s->m->layers[l].window > 0;
         if (!kv->rows) continue;
         Spread x = attention_spread(&s->m->layers[l], smaller(pos + n, kv->rows), true);
         key = (key ^ (x.slices << 8 | x.heads)) * 0x100000001b3;
@@ -1692,8 +1767,7 @@ static uint64_t send_tokens(Session *s, const int32_t *ids, int n, int pos, int 
     each_row(s, angles_row, NULL, n);
     device_send(g, g->now, (char *)(g->ids + n) - (char *)g->now);   // its counts are 0
     device_send(g, s->angles[FULL], (size_t)n * c->n_rot[FULL] * sizeof(float));
-    if (windowed)
-        device_send(g, s->angles[WINDOWED], (size_t)n * c->n_rot[WINDOWED] * sizeof(float));
+    device_send(g, s->angles[WINDOWED], (size_t)n * c->n_rot[WINDOWED] * sizeof(float));
     return key;
 }
 
@@ -1724,11 +1798,12 @@ static void run_layers(Session *s, int from, int end, int n) {
     for (s->l = from; s->l < end; s->l++) {
         const Layer *w = &m->layers[s->l];
         run_layer(s, w, n);
-        if (w->last_norm.w && s->l >= s->gpu->first)   // else it is done
+        bool done = is_apart(s, w, n) && !w->input_gate.data;   // an FFN that ends the layer has it
+        if (w->last_norm.w && !done)
             run_norm(s, s->x, &w->last_norm, c->norm, c->dim, s->x, n, STORE);
         // Apple's GPU begins on these layers while the next are encoded
-        int done = s->l + 1;
-        if (n > 1 ? done % split == 0 : done == EARLY_LAYERS) device_begin(s->gpu);
+        int layers = s->l + 1;
+        if (n > 1 ? layers % split == 0 : layers == EARLY_LAYERS) device_begin(s->gpu);
     }
     if (end == c->n_layer && s->n_cache > end)
         run_states(s, s->x, c->nextn_raw ? NULL : &m->out_norm, 0, n);
@@ -1742,8 +1817,8 @@ static bool gpu_finish(Session *s, int rows) {
     int pos = s->pos, end = s->history.n, guesses = s->guesses;
     size_t known = rows <= FEW ? rows : 0, n_vocab = s->m->config.n_vocab;
     Best *from = s->best + (FEW + 1 - known) * best_parts(n_vocab);
-    device_fetch(s->gpu, from, rows ? (char *)(s->logits + rows * n_vocab) - (char *)from : 0);
-    bool ok = device_wait(s->gpu);
+    size_t bytes = rows ? (char *)(s->logits + rows * n_vocab) - (char *)from : 0;
+    bool ok = device_fetch(s->gpu, from, bytes);
     s->n_best = ok ? known : 0;
     if (!ok) gpu_close(s);
     if (ok || (!DEVICE_COPIES && !s->n_recurrent)) return ok;
@@ -1760,19 +1835,21 @@ static bool gpu_finish(Session *s, int rows) {
     return false;
 }
 
-// The layers whose FFNs run on the CPU cannot be recorded.
+// Layers whose FFNs run on the CPU are no part of a graph.
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first) {
     const Config *c = &s->m->config;
-    int rows = smaller(n - first, LOGIT_ROWS), from = s->gpu ? s->gpu->first : 0;
-    if (!s->gpu) return false;
-    device_begin(s->gpu);
+    Gpu *g = s->gpu;
+    int rows = smaller(n - first, LOGIT_ROWS);
+    if (!g) return false;
+    device_begin(g);
+    // in recurrent states, the guesses of the last pass that stood
     for (s->l = 0; pos > s->seen && s->l < c->n_layer; s->l++)
-        if (s->cache[s->l].state) run_rule(s, &s->m->layers[s->l], pos - s->seen, s->gpu->sure);
+        if (s->cache[s->l].state) run_rule(s, &s->m->layers[s->l], pos - s->seen, g->sure);
     uint64_t key = send_tokens(s, ids, n, pos, 0, c->n_layer);
-    if (from) run_layers(s, 0, from, n);
-    s->gpu->sure = n - s->guesses;
-    if (!device_again(s->gpu, is_few(s, n) ? n : 0, key + rows)) {
-        run_layers(s, from, c->n_layer, n);
+    if (g->cpu_ffns) run_layers(s, 0, g->cpu_ffns, n);
+    g->sure = n - s->guesses;
+    if (!device_again(g, g->few ? n : 0, key + rows)) {
+        run_layers(s, g->cpu_ffns, c->n_layer, n);
         if (rows > 0) run_output(s, first, rows);
     }
     return gpu_finish(s, rows);
@@ -1788,15 +1865,16 @@ static bool gpu_logits(Session *s, int first, int n) {
 // nextn_forward. A GPU that fails here leaves no best id, so guesses end; the next pass closes it.
 static bool gpu_nextn(Session *s, int block, const int32_t *ids, int n, int pos) {
     Gpu *g = s->gpu;
-    int l = s->m->config.n_layer + block, few = is_few(s, n) ? FEW + n : 0;
+    int l = s->m->config.n_layer + block;
     size_t parts = best_parts(s->m->layers[l].output.rows);
+    Best *best = s->best + FEW * parts;
     if (!g) return false;
     device_begin(g);
-    if (!device_again(g, few, send_tokens(s, ids, n, pos, l, l + 1))) run_nextn(s, l, n);
+    uint64_t key = send_tokens(s, ids, n, pos, l, l + 1);
+    if (!device_again(g, g->few ? FEW * (block + 1) + n : 0, key)) run_nextn(s, l, n);
     s->l = l;
     s->n_best = 0;
-    device_fetch(g, s->best + FEW * parts, parts * sizeof *s->best);
-    if (!device_wait(g)) s->best[FEW * parts].sum = NAN;
+    if (!device_fetch(g, best, parts * sizeof *best)) best->sum = NAN;
     return true;
 }
 
@@ -1813,8 +1891,9 @@ static bool gpu_best(const Session *s, int32_t *id, double *chance) {
     return true;
 }
 
-static void gpu_fetch(Session *s, void *p, size_t bytes) {
-    if (s->gpu) device_fetch(s->gpu, p, bytes);
+static bool gpu_fetch(Session *s, void *p, size_t bytes, Error *e) {
+    if (!s->gpu || device_fetch(s->gpu, p, bytes)) return true;
+    return fail(e, "the GPU's results are lost: %s", s->gpu->why);
 }
 
 static void gpu_store(Session *s, bool states) {
@@ -1859,7 +1938,9 @@ static const char *gpu_lacks(const Model *m, int from, int end) {
         if (whole && (c->qk_norm_late || is_gated(w))) return "QK norm";   // in no model
         if (c->clamp_qkv > 0 && is_gated(w)) return "gates";   // nor this
     }
-    return gguf_int(m->gguf, "general.alignment", 32) % 16 ? "alignment" : NULL;
+    for (size_t i = 0; i < m->gguf->n_tensors; i++)
+        if ((uintptr_t)m->gguf->tensors[i].data % 16) return "alignment";
+    return NULL;
 }
 
 // Places what only the GPU needs in an arena, which may only count the bytes.
@@ -1916,17 +1997,6 @@ static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
     return true;
 }
 
-// Does the GPU read a tensor, if it runs FFNs from layer g->first on? A file's layers may run
-// several times, the last time as the model's last layers.
-static bool gpu_reads(const Session *s, const Tensor *t) {
-    const Config *c = &s->m->config;
-    int repeated = c->n_layer - c->n_layer / c->n_loops;
-    Str rest = t->name;
-    if (t->ne[1] < 2 || !str_cut(&rest, "blk.")) return true;
-    bool ffn = memmem(rest.s, rest.n, ".ffn_", 5) != NULL;
-    return !ffn || atoi(rest.s) + repeated >= s->gpu->first;
-}
-
 // Shares whole files or, with a GPU that has copies, the stretches of tensors that it reads.
 static bool share_weights(Session *s) {
     const Gguf *file = s->m->gguf;
@@ -1950,8 +2020,11 @@ static bool share_weights(Session *s) {
 static bool share_all(Session *s) {
     Gpu *g = s->gpu;
     const Model *m = s->m;
+    Map sent = {NULL, g->cpu_ffns ? g->sent.size : 0};   // no memory of the host is its own
     bool ok = place_plan(s, plan_gpu, &g->own, "scratch", &(Error){{0}}) &&
               gpu_share(g, g->own, false) && share_weights(s);
+    if (ok && sent.size) ok = gpu_share(g, sent, false);
+    if (ok && sent.size) g->sent = g->shared[g->n_shared - 1];
     for (size_t i = 0; ok && i < m->n_owned; i++) ok = gpu_share(g, m->owned[i], true);
     ok = ok && gpu_share(g, s->kv, false) && gpu_share(g, s->scratch, false);
     return ok || gpu_fail(g, "it cannot take this much memory", NULL);
@@ -1959,11 +2032,11 @@ static bool share_all(Session *s) {
 
 // Finds the variants that passes of these lengths need, by encoding them dry: nothing runs; all are
 // compiled together at the first dispatch that does. Then it runs one token, whose row no query
-// ever sees; this brings the weights into memory. The lengths: a whole chunk; 512, where gemm may
-// take smaller tiles; those with tiles of 128 (NVIDIA), 64, 32 and 16 tokens; those that TOKENS may
-// be; a token with a full KV ring behind it, which is taken in slices.
+// ever sees; this brings the weights into memory. The lengths: a whole chunk; 1,024, 512 and 256,
+// where gemm may take smaller tiles; those with tiles of 128 (NVIDIA), 64, 32 and 16 tokens; those
+// that TOKENS may be; the first token of a text; a token with a full KV ring, taken in slices.
 static void warm_up(Session *s) {
-    int n[] = {s->o.chunk, 512, 65, 64, 32, FEW + 1, FEW, 4, 2, 1, 1};
+    int n[] = {s->o.chunk, 1024, 512, 256, 65, 64, 32, FEW + 1, FEW, 4, 2, 1, 1, 1};
     int last = COUNT(n) - 1, full = s->o.window + s->o.chunk + s->o.keep;
     for (int i = 0; s->gpu && i <= last; i++) {
         int rows = n[i] < s->o.chunk ? n[i] : s->o.chunk;
@@ -2005,26 +2078,34 @@ static UNUSED double gpu_rate(Session *s, void *p, size_t n) {
 }
 
 static UNUSED int gpu_layers(const Session *s) {   // that the GPU runs
-    return s->gpu ? s->m->config.n_layer - s->gpu->first : 0;
+    return s->gpu ? s->m->config.n_layer - s->gpu->cpu_ffns : 0;
 }
 
-// Bytes of memory that the GPU needs for FFNs from layer `first` on and chunks of n tokens, with
-// some to spare if the CPU runs a part. Infinite if an FFN reads the stream before attention.
-static double gpu_need(Session *s, int first, int n) {
+// Bytes of memory that the GPU needs if the CPU has the first FFNs, with chunks of n tokens; and
+// some to spare, for compiled kernels, graphs and what other programs take.
+static double gpu_need(Session *s, int cpu_ffns, int n) {
     void (*const plans[])(Session *, Arena *) = {plan_caches, plan_scratch, plan_gpu};
-    double need = first ? SPARE_BYTES : 0;
-    s->gpu->first = first;
+    const Model *m = s->m;
+    double need = SPARE_BYTES;
+    s->gpu->cpu_ffns = cpu_ffns;
     s->o.chunk = n;
     for (size_t i = 0; i < COUNT(plans); i++) {
         Arena a = {0};
         plans[i](s, &a);
         need += a.peak;
     }
-    for (int l = 0; l < first; l++)
-        if (s->m->layers[l].side_by_side || s->m->config.routed_first) return INFINITY;
-    for (size_t i = 0; i < s->m->gguf->n_tensors; i++)
-        if (gpu_reads(s, &s->m->gguf->tensors[i])) need += tensor_bytes(&s->m->gguf->tensors[i]);
+    if (cpu_ffns) need += s->gpu->sent.size;
+    for (size_t i = 0; i < m->n_owned; i++) need += m->owned[i].size;
+    for (size_t i = 0; i < m->gguf->n_tensors; i++)
+        if (gpu_reads(s, &m->gguf->tensors[i])) need += tensor_bytes(&m->gguf->tensors[i]);
     return need;
+}
+
+static size_t ffn_bytes(const Model *m, int l) {   // where the FFN of the file's layer l is sent
+    size_t bytes = 0;
+    for (size_t i = 0; i < m->gguf->n_tensors; i++)
+        if (ffn_of(&m->gguf->tensors[i]) == l) bytes += sent_bytes(&m->gguf->tensors[i]);
+    return bytes;
 }
 
 // The default is GPU_CHUNK, halved until all fits into the GPU's memory, but not below 512: the
@@ -2034,19 +2115,29 @@ static int gpu_attach(Session *s) {
     const char *lacks = gpu_lacks(s->m, 0, s->m->config.n_layer);
     Gpu *g = s->gpu = calloc(1, sizeof *g);
     if (!g) return 0;
-    *g = (Gpu){.pool = s->pool, .many = LONG_LAUNCH, .own_cols = OWN_COLS};
+    *g = (Gpu){.pool = s->pool, .many = LONG_LAUNCH, .own_cols = OWN_COLS,
+               .sent_tokens = SENT_TOKENS};
     bool ok = device_open(g);
     if (ok && lacks) ok = gpu_fail(g, "the GPU path does not know this model's", lacks);
-    if (!ok) return gpu_close(s), 0;
-    if (gpu_lacks(s->m, s->m->config.n_layer, s->n_cache)) s->n_cache = s->m->config.n_layer;
     int chunk = GPU_CHUNK, own = s->o.chunk, all = s->m->config.n_layer, most = s->o.gpu_layers;
-    int k = most && most < all ? all - most : 0;
-    double room = DEVICE_COPIES ? device_room(g) : DBL_MAX;   // Apple's memory is the host's
+    int k = most && most < all ? all - most : 0, end = s->m->config.routed_first ? 0 : all;
+    for (int l = 0; l < all; l++)
+        if (s->m->layers[l].side_by_side) end = 0;
+    if (ok && k > end) ok = gpu_fail(g, "a part of this model's layers cannot run on the CPU",
+                                     "their FFNs read what attention reads");
+    if (!ok) return gpu_close(s), 0;
+    if (gpu_lacks(s->m, all, s->n_cache)) s->n_cache = all;
+    for (int l = 0; l < file_layers(s->m) && DEVICE_COPIES; l++)
+        g->sent.size = larger(g->sent.size, ffn_bytes(s->m, l));
+    double room = DEVICE_COPIES ? device_room(g) : DBL_MAX, need;   // Apple's memory is the host's
     while (chunk > 512 && gpu_need(s, k, chunk) >= room) chunk /= 2;
-    while (k <= all && gpu_need(s, k, own ? own : chunk) >= room) k++;
+    while ((need = gpu_need(s, k, own ? own : chunk)) >= room && k < end) k++;
     s->o.chunk = own;
-    if (k <= all) return chunk;
-    gpu_fail(g, "the GPU has too little memory", "not even a layer fits");
+    if (need < room) return chunk;
+    char text[100];
+    snprintf(text, sizeof text, "%.0f MB are free, and %.0f would be needed%s", room / 1048576,
+             need / 1048576, end ? ", with all FFNs on the CPU" : "");
+    gpu_fail(g, "the GPU has too little memory", text);
     return gpu_close(s), 0;
 }
 
@@ -2055,7 +2146,7 @@ static void gpu_open(Session *s) {
     device_send(s->gpu, s->slopes, s->m->config.n_head * sizeof *s->slopes);
     device_keep(s->gpu);
     device_often(s->gpu, s->best, (char *)s->candidates - (char *)s->best);   // and the logits
-    if (s->gpu->first) device_often(s->gpu, s->x, s->o.chunk * s->m->config.dim * sizeof *s->x);
+    if (s->gpu->cpu_ffns) device_often(s->gpu, s->x, s->o.chunk * s->m->config.dim * sizeof *s->x);
     if (!s->gpu->room) s->o.draft = smaller(s->o.draft, STAGED_TOKENS - 1);   // of one launch
     bool each = !s->gpu->room && s->m->config.n_expert;   // gemv reads each token's experts
     if (each || s->o.gpu_block) s->o.draft = 0;   // guesses would cost as much as tokens

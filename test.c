@@ -2572,7 +2572,7 @@ static void test_sampler_stages(void) {
     static int32_t last[] = {3, 1, 3, 4, 3, 99, -7};
     Candidate c[5];
     static const float before[] = {2, -1, 0.5f, 3, NAN}, after[] = {2, -2, 0.5f, 1.5f, -INFINITY};
-    Draw d = {before, 5, &(Best){3}, {0}, {0}};
+    Draw d = {before, 5, &(Best){3}, {0}, {0}, 1};
     int kept = sample_candidates(c, &d, 0);
     sample_penalty(c, 5, before, (Tokens){last, 7, 7}, 2);   // 3 / 2 once, -1 * 2; 99 is no id
     for (int i = 0; i < 5; i++)
@@ -2622,7 +2622,7 @@ static void test_sampler_candidates(void) {
         if (run % 3 == 0) l[n - 1] = all[n - 1].logit = 1e6f;
         find_best(best, l, n);
         qsort(all, n, sizeof *all, best_first);
-        for (int i = 0; i < LAST; i++) last[i] = run % 2 ? all[i * i % n].id : 7 * i % (n + 9) - 2;
+        for (int i = 0; i < LAST; i++) last[i] = run % 2 ? all[i * (run % 4)].id : 7 * i % (n + 9) - 2;
         for (int i = 0; i < NEVER; i++) never[i] = i ? all[5 * i].id : n;
         for (int i = 0; i < n; i++) after[i] = isnan(l[i]) ? -INFINITY : l[i];
         for (int i = 0; i < LAST; i++)
@@ -2630,7 +2630,7 @@ static void test_sampler_candidates(void) {
                 after[last[i]] = l[last[i]] * (l[last[i]] > 0 ? 0.5f : 2);
         for (int i = 1; i < NEVER; i++) after[never[i]] = -INFINITY;
         for (int fall = 0; fall < 2; fall++) {
-            Draw d = {l, n, best, {last, fall * LAST, 0}, {never, fall * NEVER, 0}};
+            Draw d = {l, n, best, {last, fall * LAST, 0}, {never, fall * NEVER, 0}, 2};
             for (int i = 0; i < n && fall; i++) all[i] = (Candidate){after[i], i};
             qsort(all, n, sizeof *all, best_first);
             for (int k = 0; k < N; k = 2 * k + 1) {
@@ -2647,6 +2647,14 @@ static void test_sampler_candidates(void) {
         }
     }
     CHECK(most < 100, "%d of %d are candidates for 15", most, N);
+    for (int i = 0; i < N; i++) l[i] = noise();
+    find_best(best, l, N);
+    int32_t each[40];   // the best of its BEST_IDS falls
+    for (int i = 0; i < 40; i++)
+        for (int k = each[i] = i * BEST_IDS; k < (i + 1) * BEST_IDS && k < N; k++)
+            if (l[k] > l[each[i]]) each[i] = k;
+    most = sample_candidates(some, &(Draw){l, N, best, {each, 40, 0}, {0}, 1.1f}, 15);
+    CHECK(most < N / 4, "%d of %d are candidates when all of the best fall", most, N);
 }
 
 static int32_t draw(Sampling o, const float *x, int n, uint64_t *rng) {
@@ -2654,7 +2662,7 @@ static int32_t draw(Sampling o, const float *x, int n, uint64_t *rng) {
     Candidate c[8];
     Best best;
     find_best(&best, x, n);
-    return sample(&o, c, &(Draw){x, n, &best, {last, 2, 2}, {0}}, rng);
+    return sample(&o, c, &(Draw){x, n, &best, {last, 2, 2}, {0}, o.repeat_penalty}, rng);
 }
 
 static void test_sampler_choice(void) {
@@ -4559,6 +4567,7 @@ typedef struct SoftObject {                      // any object; few fields, seve
     char name[32];
     struct SoftObject *a;                        // what it keeps alive
     void *p;                                     // a string's, buffer's, library's bytes
+    char *host;                                  // a buffer's memory of the host
     size_t n;
     bool mine, guarded;                          // p is ours to free or unguard
     bool set[N_CONSTANTS];
@@ -4734,15 +4743,19 @@ M(MTLDevice, id, new_pipeline, id function, id *error) {
 }
 
 M(MTLDevice, id, share_pages, void *p, size_t bytes, size_t options, id deallocator) {
-    size_t page = sysconf(_SC_PAGESIZE);
+    size_t page = DEVICE_COPIES ? 1 : sysconf(_SC_PAGESIZE);
     if ((uintptr_t)p % page || bytes % page || !bytes || options || deallocator)
         soft_fault("bytesNoCopy: %p, %zu are not whole pages", p, bytes);
     SoftObject *o = soft_new(&MTLBuffer);
-    o->p = p;
+    o->p = o->host = p;
     o->n = bytes;
+    o->guarded = DEVICE_COPIES;
+    if (o->guarded) o->p = guarded(o->n = (bytes + 255) / 256 * 256);   // as NVIDIA's: aligned
+    if (o->guarded && p) memcpy(o->p, p, bytes);
     soft.buffers++;
     return o;
 }
+M(MTLBuffer, void *, contents) { return SELF->p; }
 
 M(MTLComputeCommandEncoder, void, set_shared, size_t n, size_t i) {
     size_t most = larger(SHARED_BYTES, SOFT_ROOM);
@@ -4788,8 +4801,11 @@ M(MTLComputeCommandEncoder, void, dispatch, MTLSize groups, MTLSize threads) {
     if (soft.n_run == RECORDS) return;
     soft.run[soft.n_run].kernel = r->pipeline->a->name;
     soft.run[soft.n_run].constant = r->pipeline->a->constant;
-    for (int i = 0; i < 16; i++)   // what is behind is another kernel's
-        soft.run[soft.n_run].bound[i] = i < r->pipeline->a->n_buffers ? r->bind[i].p : NULL;
+    for (int i = 0; i < 16; i++) {   // as the host knows it; what is behind is another kernel's
+        SoftObject *b = i < r->pipeline->a->n_buffers ? r->bind[i].buffer : NULL;
+        char *host = b ? b->host : NULL;
+        soft.run[soft.n_run].bound[i] = host ? host + (r->bind[i].p - (char *)b->p) : NULL;
+    }
     soft.n_run++;
 }
 
@@ -5224,8 +5240,8 @@ static bool ring_ran(const Gpu *g, int type, int n) {
 }
 
 // n floats that launches before those of the Lab will have written; see soft_hide
-static void lab_late(const void *p, size_t n) {
-    soft_late[n_late].p = (void *)p;
+static void lab_late(Gpu *g, const void *p, size_t n) {
+    soft_late[n_late].p = n ? device_address(g, p) : NULL;
     soft_late[n_late++].n = n * sizeof(float);
 }
 
@@ -5400,13 +5416,13 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     if (add || way == EPILOGUE_STORE)   // neither idle nor a step
         cap = factor * sqrt(squares(product_of(&w[0], normed, n), n * rows[0]) / (n * rows[0]));
     lab_begin(&x);
-    lab_late(in, n * cols);
+    lab_late(g, in, n * cols);
     g->many = way % 2 ? 0 : LONG_LAUNCH;   // in both shapes of gemv_ring
     g->own_cols = way / 2 ? 0 : OWN_COLS;   // with inputs in both forms
     bool twice = RECORDER && SOFT_ROOM && cols == 6144 && n == FEW;   // room for half of them
     int room = twice || (way ^ n) & 2 ? SHARED_BYTES : SOFT_ROOM;   // for few slots, or many
     if (RECORDER) g->room = smaller(SOFT_ROOM, room);
-    if (add) lab_late(other, n * rows[0]);
+    if (add) lab_late(g, other, n * rows[0]);
     Epilogue e = {.kind = way, .other = other, .factor = factor, .softcap = add ? cap : 0,
                   .limit = add ? 0 : cap};
     Input input = {in, NULL};
@@ -5547,13 +5563,13 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
     const char *name = text_of("attention, case %d", (int)(t - ATTENTION));
     for (int i = 0; n > 1 && is_few(lab_session(&x), n) && i < n * KV; i++) {   // what rope writes
         size_t row = (size_t)(i / n) * c.rows + cache_row(&c, t->pos + i % n);
-        lab_late(c.k + row * hd, hd / 2);
-        lab_late(c.v + row * vd, vd / 2);
+        lab_late(g, c.k + row * hd, hd / 2);
+        lab_late(g, c.v + row * vd, vd / 2);
     }
-    lab_late(x.s.q, n * H * hd);
-    lab_late(x.s.k, n * KV * hd);
-    lab_late(x.s.v, n * KV * vd);
-    lab_late(x.s.mix, gated ? n * H * hd * 2 : 0);
+    lab_late(g, x.s.q, n * H * hd);
+    lab_late(g, x.s.k, n * KV * hd);
+    lab_late(g, x.s.v, n * KV * vd);
+    lab_late(g, x.s.mix, gated ? n * H * hd * 2 : 0);
     run_attention(lab_begin(&x), &x.w, n);
     lab_end(&x, name);
     lab_compare(name, -1, x.s.att, cpu.att, n * H * vd, n >= FLASH_MIN ? 7e-4 : 1e-4);
@@ -5705,7 +5721,7 @@ static void lab_experts(Gpu *g, int type, int n) {
     g->tiles = lab_bytes(g, 12 * expert_tiles(n * USED, E, GEMM_FEW));
     for (int i = 0; i < expert_tiles(n * USED, E, GEMM_FEW); i++)   // left from another layer
         memcpy(g->tiles + 3 * i, (int32_t[3]){E - 1, 0, 1}, 12);
-    lab_late(x.s.chosen, n * USED);
+    lab_late(g, x.s.chosen, n * USED);
     run_choice(lab_begin(&x), &x.w, (Input){in, lazy}, n);
     run_experts_end(&x.s, &x.w, y, n,
                     (Epilogue){.kind = EPILOGUE_ADD, .other = other, .factor = 0.5f});
@@ -5729,7 +5745,9 @@ static void lab_experts(Gpu *g, int type, int n) {
 
 static void kernel_experts(Gpu *g, int type) {
     lab_experts(g, type, 1);
+    if (RECORDER && SOFT_CORES) g->cores = type % 2 ? SOFT_CORES : 1;   // one has all inputs
     lab_experts(g, type, 2 + type % (FEW - 1));
+    if (RECORDER) g->cores = SOFT_CORES;
     lab_experts(g, type, type == FORMAT_F32 ? 50 : FEW + 1);
 }
 
@@ -5973,8 +5991,8 @@ static void check_pass(const Session *s, Pass pass) {
     bool block = s->o.gpu_block && !w->attn_post_norm.w && w->limit_ffn <= 0;
     CHECK(times_run("embed") == pass.chunks * (1 + !!c->per_layer), "%s: not each chunk", c->name);
     int early = token && c->n_layer >= EARLY_LAYERS;
-    CHECK(token ? soft.commits == 1 + early : !deep || soft.commits > pass.chunks, "%s: %d commits",
-          c->name, soft.commits);
+    bool right = token ? soft.commits == 1 + early : !deep || soft.commits > pass.chunks;
+    CHECK(right || DEVICE_COPIES || s->gpu->cpu_ffns, "%s: %d commits", c->name, soft.commits);
     CHECK(times_run("ffn_block") == block * alone * c->n_layer, "%s: --gpu block", c->name);
     CHECK(!soft.buffers, "%d buffers made in forward", soft.buffers);
 }
@@ -5986,8 +6004,12 @@ static void eval_rows(Session *s, const int32_t *ids, int n, int from, float *to
     s->on_chunk = count_chunk;
     s->ctx = &pass;
     soft.n_run = soft.commits = soft.buffers = 0;
+    int variants = s->gpu ? s->gpu->n_pipelines : 0;
     get_rows(s, ids, n, from, to);
     CHECK(!s->o.cpu == !!s->gpu, "%s: the GPU gave up", s->m->config.name);
+    int late = s->gpu ? s->gpu->n_pipelines - variants : 0;
+    CHECK(!late || s->gpu->cpu_ffns, "%s: %d variants were not in the warm-up",
+          s->m->config.name, late);
     if (!s->o.cpu && RECORDER) check_pass(s, pass);
     CHECK(allocations == allowed, "%zu allocations in forward", allocations - allowed);
     for (int l = 0; l < s->m->config.n_layer; l++)
@@ -6080,10 +6102,11 @@ static void compare_model(const Model *m, Options o, const int32_t *ids, int n, 
         o.cpu = cpu;
         Session *s = open_gpu(m, o);
         opened = cpu || s->gpu;
+        if (s->gpu) s->gpu->sent_tokens = FEW + 1;   // of a part of a model
         eval_rows(s, ids, prompt, 0, of[cpu]);
         for (int i = prompt; i < n; i++) eval_rows(s, ids, i + 1, i, of[cpu] + i * V);
         if (encoder) eval_rows(s, ids, 1, 0, of[cpu] + n * V);
-        if (s->gpu && !o.gpu_block && RECORDER) check_reads(s);
+        if (s->gpu && !o.gpu_block && !o.gpu_layers && RECORDER) check_reads(s);
         eval_rows(s, ids, cut, cut - 1, again[cpu]);
         eval_rows(s, ids, n, n - 2, again[cpu] + V);
         if (s->gpu && !m->config.encoder) check_best(s);
@@ -6126,14 +6149,15 @@ static int before_tie(const Model *m, Options o, const int32_t *ids, int n, floa
 // On the GPU, too, a few tokens have the bits that each has alone: in a window; then in all, where
 // the slices of attention change behind 256 tokens. Nor do guesses change a text.
 static bool gpu_guesses;   // or they would cost as much as tokens
-static void check_few_gpu(const Model *m, const int32_t *first, int n) {
+static void check_few_gpu(const Model *m, const int32_t *first, int n, int layers) {
     static const int chunks[] = {1, FEW, 1, 3};
     size_t V = m->config.n_vocab;
     int all = SOFT_CORES && !strcmp(m->config.name, "llama") ? 260 : 14, ids[260];
     float *rows[2] = {need(all * V * sizeof **rows), need(all * V * sizeof **rows)};
     for (int i = 0; i < all; i++) ids[i] = first[i % n];
     for (int k = 0; m->config.causal && k < 4; k++) {
-        Options o = {.chunk = chunks[k], .window = k < 2 ? 10 : 0, .keep = 2, .threads = 1};
+        Options o = {.chunk = chunks[k], .window = k < 2 ? 10 : 0, .keep = 2, .threads = 1,
+                     .gpu_layers = layers};
         int count = k < 2 ? 14 : all;
         float *to = rows[k % 2];
         Session *s = open_gpu(m, o);
@@ -6143,7 +6167,8 @@ static void check_few_gpu(const Model *m, const int32_t *first, int n) {
         CHECK(same, "%s -c %d: -b %d has other bits than -b 1", m->config.name, o.window, o.chunk);
     }
     if (!m->config.causal) return;
-    Session *s = open_gpu(m, (Options){.chunk = FEW, .keep = 2, .threads = 1, .draft = 2});
+    Options o = {.chunk = FEW, .keep = 2, .threads = 1, .draft = 2, .gpu_layers = layers};
+    Session *s = open_gpu(m, o);
     Rows c = {s, rows[1], V};
     last_row(s, ids, 4, rows[1]);
     bool may = s->o.draft && tokens_room(&s->history, 16);   // guess
@@ -6159,7 +6184,8 @@ static void check_few_gpu(const Model *m, const int32_t *first, int n) {
     Sampling how = {.top_p = 1, .repeat_penalty = 1, .seed = 3};
     for (int i = 0; i < 16; i++) ids[i] = first[i % 5];
     if (m->config.n_nextn) ((Model *)m)->config.logit_scale *= 1e6f;   // blocks are sure
-    same_text(m, (Options){.threads = 1, .sampling = how}, ids, 16, 32, open_gpu);
+    o = (Options){.threads = 1, .sampling = how, .gpu_layers = layers};
+    same_text(m, o, ids, 16, 32, open_gpu);
 }
 
 // Nextn blocks say on the GPU what they say on the CPU, for tokens and for a guess behind each.
@@ -6176,7 +6202,7 @@ static void compare_nextn(const Model *m, const int32_t *ids, int n, double near
             else MUST(session_eval, s, ids, i += k / 2);
             if (k % 2 == 0) nextn_follow(s, ids, i + 1);
             best[cpu][k] = nextn_best(s, &(double){1});
-            gpu_fetch(s, s->logits, V * sizeof *row);
+            gpu_fetch(s, s->logits, V * sizeof *row, &(Error){""});
             for (int v = 0; v < V; v++) row[v] = s->logits[v] * (cpu ? m->config.logit_scale : 1);
         }
     }
@@ -6207,9 +6233,14 @@ static void check_golden_gpu(const char *name) {
     // the second has post-norms, the third limits in an FFN: both rule a block out
     whole.gpu_block = strstr(" llama gemma2 step35-clamp.f16 ", text_of(" %s ", name));
     if (whole.gpu_block) compare_model(g.m, whole, g.ids, 18, g.want, g.limit, g.limit);
+    Options split = {.chunk = 64, .gpu_layers = 1};   // all FFNs but the last on the CPU
+    bool parted = !g.m->config.routed_first && !g.m->layers->side_by_side && g.m->config.causal;
+    if (parted) compare_model(g.m, split, g.ids, smaller(n, 18), g.want, g.limit, g.limit);
     if (n < smaller(g.n, 18)) printf("  %s: %d tokens\n", name, n);
     if (g.m->config.n_nextn) compare_nextn(g.m, g.ids, n, g.limit);
-    if ((test.quick < 2 || SOFT_CUDA) && (chosen || SOFT_CORES)) check_few_gpu(g.m, g.ids, n);
+    bool few = test.quick < 2 || SOFT_CUDA;
+    if (few && (chosen || SOFT_CORES)) check_few_gpu(g.m, g.ids, n, 0);
+    if (few && parted && find_str(str(name), least)) check_few_gpu(g.m, g.ids, n, 1);
     soft.order = FORWARD;
 }
 
@@ -6297,8 +6328,9 @@ static bool lab_failure(const Model *m, int row, int later, const int32_t *ids, 
     soft.broken = later < 0 ? method : NULL;
     soft.calls = 0;
     soft.failing = row < 0 ? -row : 0;
-    bool ok = session_open(&s, m, (Options){.threads = 1, .chunk = 9, .draft = 1}, &e);
-    if (says && !DEVICE_COPIES) soft.broken = NULL;
+    Options o = {.threads = 1, .chunk = 9, .draft = 1, .gpu_layers = row > 0 && row % 2};
+    bool ok = session_open(&s, m, o, &e);
+    if (says && !SOFT_CUDA) soft.broken = NULL;
     for (int k = 0; k < 4; k++) {
         if (k == later) soft.broken = method;
         if (ok && k) nextn_follow(&s, ids, ends[k - 1] + 1);
@@ -6379,6 +6411,35 @@ static void check_parts(const Model *m) {   // scratch for the slices of a long 
     session_close(s);
 }
 
+// A GPU with memory of its own has as many FFNs as fit, and some to spare, or none, with a note.
+static void check_fit(const Model *m) {
+    Options o = {.chunk = 9, .window = 64, .threads = 1};
+    Session *s = open_gpu(m, o);
+    double need[3] = {0}, spare = SPARE_BYTES - (64 << 10), shared = gpu_bytes(s);   // maps: pages
+    for (int k = 0; k < 3; k++) need[k] = gpu_need(s, k * m->config.n_layer / 2, o.chunk);
+    CHECK(need[0] >= shared + spare && need[2] < need[0], "needs %.0f", need[0]);
+    session_close(s);
+    for (int k = 0; k < 3; k++) {
+        soft.longest = need[k] + 1;
+        s = open_gpu(m, o);
+        int first = s->gpu->cpu_ffns;
+        CHECK(gpu_bytes(s) + spare < soft.longest, "%d: %.0f bytes", k, gpu_bytes(s));
+        CHECK(!first || gpu_need(s, first - 1, o.chunk) >= soft.longest, "%d: %d", k, first);
+        session_close(s);
+    }
+    for (int k = 0; k < 2; k++) {
+        o.gpu_layers = k;
+        soft.longest = k ? 0 : need[2];
+        int old = mute(2);
+        Session none;
+        bool opened = session_open(&none, k ? golden_model("smallthinker").m : m, o, &(Error){""});
+        const char *said = unmute(2, old), *want = k ? "cannot run on the CPU: " : "too little mem";
+        CHECK(opened && !none.gpu && one_line(said) && strstr(said, want), "says %s", said);
+        session_close(&none);
+    }
+    soft.longest = 0;
+}
+
 static void test_metal_failures(void) {
     const Model *models[2] = {golden_model("llama").m, golden_model("qwen35-mtp").m};
     const Model *m = models[0];
@@ -6400,7 +6461,9 @@ static void test_metal_failures(void) {
         for (int call = 1; SOFT_CUDA && k && lab_failure(models[k], -call, -1, ids, want);)
             call += 1 + call / 9;
     }
-    if (!DEVICE_COPIES) check_cut(open_model("golden/story.gguf"));
+    if (RECORDER && !DEVICE_COPIES) check_cut(open_model("golden/story.gguf"));
+    if (RECORDER && DEVICE_COPIES) check_fit(open_model("golden/story.gguf"));
+    if (RECORDER && DEVICE_COPIES) check_fit(golden_model("llama4").m);   // has weights of its own
     check_parts(m);
     check_rate(m);
     for (size_t i = 0; i < COUNT(lacks); i++) {
@@ -6416,6 +6479,15 @@ static void test_metal_failures(void) {
         const char *says = gpu_lacks(&other, 0, 2), *want = lacks[i].says;
         CHECK(want ? says && !strcmp(says, want) : !says, "row %zu: %s", i, says ? says : "none");
     }
+    Gguf file = {.tensors = &(Tensor){.data = (uint8_t *)m->embd.data + 8}, .n_tensors = 1};
+    Model other = *m;
+    other.gguf = &file;
+    CHECK(gpu_lacks(&other, 0, 2), "a tensor at a multiple of 8");
+    Session *s = open_gpu(m, (Options){.threads = 1});
+    Error e = {""};
+    snprintf(s->gpu->why, sizeof s->gpu->why, "no copy");
+    CHECK(!hidden_rows(s, 0, 1, &e) && strstr(e.text, "no copy"), "a failed copy: '%s'", e.text);
+    s->gpu->why[0] = 0;
     check_cache(m);
     check_counters();
 }
