@@ -3796,10 +3796,12 @@ static void test_cli_terminal(void) {
          "\r {19}\rprefill 2 of 5 toke\r {19}\rprefill 4 of 5 toke\r {19}\r"}};
     write_scripted("control", CHATML, "\u010A <think> hm </think> yes <|im_end|>", 3);
     check_llm("llm $D/control --chat a --temp 0", 0, "^<think>hm</think>yes\n$", "");
-    write_scripted("gpt", "{{ 't' }}", "t <|channel|> analysis <|message|> hm <|end|> yes <|return|>", 4);
+    const char *t = "{{ messages[0].content }}t";
+    write_scripted("gpt", t, "t <|channel|> analysis <|message|> hm <|end|> yes <|return|>", 4);
     write_scripted("endless", CHATML, "\u010A hm hm", 4);
-    write_scripted("acts", "{{ 't' }}", "t hm \u011B \u00C2 \u013D yes <|return|>", 4);
-    write_scripted("silent", "{{ 't<think>' }}", "<think> hm <s> <s>", 4);   // thinks without end or words
+    write_scripted("acts", t, "t hm \u011B \u00C2 \u013D yes <|return|>", 4);
+    // thinks without end or words
+    write_scripted("silent", "{{ messages[0].content }}t<think>", "<think> hm <s> <s>", 4);
     write_scripted("chat", CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", 4);
     for (size_t i = 0; i < COUNT(shown); i++) {
         if (!strncmp(shown[i].command, "setsid", 6) && system("setsid -w true 2>$D/e")) continue;
@@ -4021,7 +4023,7 @@ static void test_cli_interrupt(void) {
     CHECK(!reply(&c) && strstr(c.e.text, "memory"), "%s", c.e.text);
     failing = c.n_message = 0;
     c.s.on_chunk = stop_twice;   // during an answer
-    c.template = (Text){"Once upon a time", 16};
+    c.template = (Text){"{{ 'Once upon a time' }}", 24};
     CHECK(chat_add(&c, str("user"), &c.said) && !chat_answer(&c) && interrupted == LEAVE,
           "a second Ctrl-C is forgotten: %s", c.e.text);
     interrupted = 0;
