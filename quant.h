@@ -23,10 +23,10 @@
 //   decode_X(b, 0, 8, q, d, m)   all groups, for a CPU: d[16] and m[16] in order, but codes as
 //                                q[4][8][8]: weight 32*g + 8*k + j is at q[64*k + 8*g + j]
 //
-// Why that order? A CPU multiplies up to 64 codes by as many activations in one instruction, and
-// adds products 0 to 3 in lane 0, products 4 to 7 in lane 1, and so on. The four
-// eights of a group (k = 0..3) lie 64 bytes apart, so their sums come out in the same two lanes of
-// four results. Results with the same scale are added as integers; d and m are applied at the end.
+// Why that order? One instruction multiplies up to 64 codes by as many activations, and adds
+// products 0 to 3 in lane 0, 4 to 7 in lane 1, and so on. A group's four eights (k = 0..3) lie 64
+// bytes apart, so their sums come out in the same two lanes of four results. Results with the same
+// scale are added as integers; d and m are applied at the end.
 //
 // A decoder reads only the blocks of its n groups; on a CPU they may have any address. If a row
 // ends before the 256th weight, quant_decode decodes a copy that ends in zeros. A format without
@@ -39,9 +39,8 @@
 // they are full, 32 more bytes follow. All other formats look the same.
 //
 // HOW TO ADD A FORMAT. Its id must be below 64, and its blocks must divide 256 weights. Write map,
-// struct and decoder in section 6 (blocks of fewer than 256 weights), 7 or 9 (a codebook), by
-// QUANT_SCALED if it has no offsets, else by QUANT_DECODER. Add a row to QUANT_TYPES. Tests then
-// ask for golden blocks, which are bytes and the floats that ggml makes of them: golden/README.md.
+// struct and decoder (QUANT_SCALED, or with offsets QUANT_DECODER) beside those like it, and a row
+// of QUANT_TYPES. Tests then ask for blocks and ggml's floats for them: golden/README.md.
 //
 // OPTIONS. On x86, -march=native (at least -mavx2 -mf16c) makes it fast; QUANT_PLAIN, if defined,
 // leaves SIMD out. GPUs get decoders without the public functions; nvcc needs cuda_fp16.h.
@@ -483,9 +482,8 @@ QUANT_INLINE quant_v quant_load(const uint8_t *p, const int *block, const int *b
                                 int size) {
     return quant_join(quant_u64(p + block[0] + byte[0]), quant_u64(p + block[1] + byte[1]));
 }
-// not inlined, because gcc would take minutes
 static __attribute__((noinline, unused)) quant_v quant_pick(quant_v v, quant_v at) {
-    quant_v to = {0};
+    quant_v to = {0};   // not inlined, because gcc would take minutes
     for (int i = 0; i < 16; i++) to[i] = v[at[i]];
     return to;
 }
@@ -602,8 +600,8 @@ QUANT_INLINE void quant_halves(float *d, const uint8_t *p, int size, int n) {
 #pragma GCC diagnostic pop
 
 // Unpacks fields of `bits` bits (8: bytes), in runs of `run` bytes, to bit `to` of the codes: 0
-// sets codes, more adds bits to them. A block has `weights` weights and `size` bytes. In Q4_K (run
-// 32, 4 bits) a period is 64 weights, and group 3, weights 96.., is the high nibbles of bytes 32...
+// sets codes, more adds bits. A block has `weights` weights, `size` bytes. In Q4_K (run 32, 4 bits)
+// a period is 64 weights, and group 3, which begins at weight 96, is the high nibbles of bytes 32..
 QUANT_INLINE void quant_fields(QUANT_THREAD int8_t *q, QUANT_DEVICE const uint8_t *p, int size,
                                int weights, int run, int bits, int to, int g, int n) {
     int period = run * 8 / bits, first = (int)(32u * (uint32_t)g % (uint32_t)weights);
@@ -1480,7 +1478,6 @@ QUANT_SCALED(iq1_m) {
     quant_unpack(q, w, 2, 0, n);
     quant_unpack(q, minus, 1, 2, n);
     quant_lookup(q, quant_iq1, 8, n);
-    // of each 16 bits of s the top 4 belong to d, and the others, four sc, are joined without gaps
     uint64_t s = quant_u64(b->scales), dbits = s >> 12 & 0x000f000f000f000f;
     uint32_t h = (uint32_t)(dbits | dbits >> 12 | dbits >> 24 | dbits >> 36) & 0xffff;
     uint64_t low = quant_spread((s & 0xfff) | (s >> 4 & 0xfff000), 3);
