@@ -15,7 +15,7 @@
 //   III  the others    what other families have: positions, gated attention, experts, the gated
 //                      delta rule, the state space, the short convolution, latent attention
 //   IV   text          tokenizer, chat templates
-//   V    speed         threads, vectors, products, tiles, attention, the GPU, AMX
+//   V    speed         threads, vectors, products, tiles, attention, AMX, the GPU
 //   VI   main          the command line, conversations, modes; an appendix, Unicode
 //
 // Short names: n is the number of tokens in a call, pos the position of the first, l a layer, h a
@@ -30,7 +30,7 @@
 //
 //   bool model_open(Model *, path, Error *)
 //       maps the file. The Model is read-only from then on: sessions may share it, but on an NVIDIA
-//       GPU each has a copy of the weights, and a context that its calls leave current
+//       GPU each has a copy of the weights, and a CUDA context, which its calls leave current
 //   bool session_open(Session *, const Model *, Options, Error *)
 //       a Session owns its threads, KV cache and scratch
 //   void session_close(Session *), model_close(Model *)
@@ -45,8 +45,8 @@
 //       evaluates ids, and hands out one id after the other of what follows them
 //   tokens_add, tokenize, detokenize, template_render: see Part IV
 //
-// Only Part VI calls exit. Only Part VI prints. (Loading onto a GPU shows progress on a terminal,
-// and a GPU that fails says why on stderr.) A call takes less than 512 KB of stack.
+// Only Part VI ends the program, and only Part VI prints. (Loading onto a GPU shows progress on a
+// terminal, and a GPU that fails says why on stderr.) A call takes less than 512 KB of stack.
 #undef _GNU_SOURCE    // a host's flags may define it, too
 #define _GNU_SOURCE   // Linux: memmem (templates, modes), strcasestr (tokenizer), sched_getaffinity
 #define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32 bits
@@ -105,7 +105,7 @@ typedef struct { int32_t *id; size_t n, room; } Tokens;   // a list of ids that 
 
 enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };   // what makes a pair, see rope; a Llama: ROPE_PAIRS
 enum { NORM_RMS, NORM_LAYER, NORM_BARE };      // RMSNorm (a Llama); LayerNorm; without weights
-enum { FULL, WINDOWED };   // a layer with the session's window; with a smaller one (Gemma 3)
+enum { FULL, WINDOWED };   // a layer sees all of the session's window, or fewer tokens (Gemma 3)
 
 typedef struct {
     int n_layer;               // layers that run
@@ -114,7 +114,7 @@ typedef struct {
     int n_ctx;                 // tokens of the longest text in training
     int n_head, hd, vd;        // of layer 0, see Layer; other layers may differ
     int n_rot[2];              // values of a head that RoPE turns: in FULL, in WINDOWED layers
-    float rope_base[2];        // of RoPE's frequencies in these: 10000 or more
+    float rope_base[2];        // of RoPE's frequencies in these: often 10000 or more
     int norm;                  // NORM_RMS
     float eps;                 // added under the root of a norm
     float attn_scale;          // factor of attention's scores: 1/sqrt(hd)
@@ -255,7 +255,7 @@ typedef struct {
 
 typedef struct {
     Config config;
-    Matrix embd;               // [ids][dim], of n_vocab ids at least
+    Matrix embd;               // [n_vocab or more][dim]
     Layer *layers;             // [n_layer], and blocks that guess further tokens
     Norm out_norm;             // [dim]
     Matrix output;             // [n_vocab][dim]; it may be embd
@@ -332,8 +332,8 @@ typedef struct Session {
     Tokens history;            // the text evaluated so far, and room for one more token
     uint64_t rng;
     struct Gpu *gpu;           // see metal.c; NULL: the CPU does the work
-    // unless NULL, called before each chunk and at the end: of a text's n tokens `done` are cached
-    // now, and `reused` were before the call; false stops
+    // unless NULL, called before each chunk and at the end: of a text's n tokens `reused` were
+    // cached before session_run, and `done` are now; false stops
     bool (*on_chunk)(void *ctx, int reused, int done, int n);
     void *ctx;
     // what forward works on, for its row functions (section 4)
@@ -354,7 +354,7 @@ typedef struct Session {
     float rope_mag[2];         // a factor of the cosines and sines: 1 in a Llama
     Arena op_scratch;          // of matmul and attention
     struct Best *best;         // the sampler's, see session_best
-    size_t n_best;             // rows of logits of which a GPU has made them
+    size_t n_best;             // so many rows of logits have their `best` from a GPU
 
     // -- guesses, section 40 --
     int32_t *index;            // [n_index] positions; those up to n_indexed have been entered
@@ -403,11 +403,11 @@ static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 static inline float exp_fast(float x);   // e^x, relative error 1e-7; 0 below -87.7, inf above 88.4
 // the sum of x[i] - mean, or of its squares, in 16 partial sums, so that it becomes vector code
 static float sum16(const float *x, int n, float mean, bool squares);
-// A value of v [n] that is not finite becomes 0, and its row's key NaN: so only queries that see
+// Numbers of a value v [n] that are not finite become 0, and its key NaN: so only queries that see
 // the row get a NaN. (Part V multiplies rows that a query does not see by 0, and 0 * NaN is NaN.)
 static void cache_finite(uint16_t *v, int n, uint16_t *key);
 
-// Other families: forward calls these functions of Part III, which do nothing in a Llama.
+// Other families: functions of Part III that do nothing in a Llama, like all that end in "_more"
 static void embed_more(Session *s, float *x, size_t i);
 static void make_layer_inputs(Session *s), keep_states(Session *s);
 static bool other_layer(Session *s);   // forward_layer for other families; false: it is a Llama's
@@ -520,8 +520,8 @@ static void embed_row(Session *s, const void *arg, size_t i) {   // x = the toke
     embed_more(s, x, i);   // Gemma, GPT-2, BERT, BLOOM
 }
 
-// the cosines and sines of a token's position, for FULL layers and for WINDOWED ones (a Llama has
-// none of these, and so n_rot 0)
+// the cosines and sines of a token's position, for FULL layers and for WINDOWED ones (which a Llama
+// does not have: its n_rot[WINDOWED] is 0)
 static void angles_row(Session *s, const void *arg, size_t i) {
     const int *n_rot = s->m->config.n_rot;
     (void)arg;
@@ -555,13 +555,14 @@ static void attention_block(Session *s) {   // out = o * attention(q, k, v of no
 // The row of a position in the cache. A layer's KV cache is `keep` pinned rows, and a ring of rows
 // for the window and one chunk: so writing a chunk overwrites no row that one of its own queries
 // must still see. A row stores its position, which alone decides who sees the row. With 2 pinned
-// rows, and a ring for a window of 4 and a chunk of 2, at position 9:
+// rows, and a ring of 6 for a window of 4 and a chunk of 2, at position 9:
 //
-//   row    0 1 | 2 3 4 5 6 7      8 and 9 have taken the rows of 2 and 3. Query 9 sees 6 to 9, and
-//   pos    0 1 | 8 9 4 5 6 7      0 and 1: models lean on the first tokens (arXiv 2309.17453)
+//   row    0 1 | 2 3 4 5 6 7
+//   pos    0 1 | 8 9 4 5 6 7
 //
-// Keys were rotated by their position, so nothing moves when the ring wraps, and generation goes on
-// past any limit (but GPT-2's table of positions ends).
+// 8 and 9 have taken the rows of 2 and 3. Query 9 sees 6 to 9, and 0 and 1, because models lean on
+// the first tokens (arXiv 2309.17453). Keys were rotated by their position, so nothing moves when
+// the ring wraps, and generation goes on without a limit.
 static int cache_row(const Cache *cache, int pos) {
     int keep = cache->keep;
     return pos < keep ? pos : keep + (pos - keep) % (cache->rows - keep);
@@ -572,14 +573,14 @@ static void qkv_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
     Cache *cache = &s->cache[s->l];
     int pos = s->pos + i, row = cache_row(cache, pos);
-    int n_new = w->k.rows / w->hd;   // n_kv, but 0 in a layer of Gemma 4 that has no keys
-    float *q = s->q + i * w->n_head * w->hd, *k = s->k + i * n_new * w->hd;
-    float *v = s->v + i * n_new * w->vd;
+    int n_made = w->k.rows / w->hd;   // n_kv, but 0 in a layer of Gemma 4 that has no keys
+    float *q = s->q + i * w->n_head * w->hd, *k = s->k + i * n_made * w->hd;
+    float *v = s->v + i * n_made * w->vd;
     const float *turn = s->angles[w->window ? WINDOWED : FULL] + i * w->n_rot;
     for (int h = 0; h < w->n_head; h++) rope(q + h * w->hd, turn, w->n_rot, w->rope);
-    for (int h = 0; h < n_new; h++) rope(k + h * w->hd, turn, w->n_rot, w->rope);
+    for (int h = 0; h < n_made; h++) rope(k + h * w->hd, turn, w->n_rot, w->rope);
     after_rope(s, q, k, pos);   // Ministral 3, Hunyuan
-    for (int h = 0; h < n_new; h++) {
+    for (int h = 0; h < n_made; h++) {
         size_t at = (size_t)h * cache->rows + row;
         uint16_t *to_k = cache->k + at * w->hd, *to_v = cache->v + at * w->vd;
         narrow(k + h * w->hd, w->hd, to_k);
@@ -589,7 +590,7 @@ static void qkv_row(Session *s, const void *arg, size_t i) {
     cache->pos[row] = pos;
 }
 
-// attention of n queries over one cache: see plain_attention; scratch as in matmul
+// attention of n queries over one cache: see plain_head; scratch as in matmul
 typedef struct {
     const float *q;            // [n][n_head][hd], with RoPE applied
     float *out;                // [n][n_head][vd]
@@ -700,7 +701,7 @@ static void plain_head(const Attention *a, int i, int h, float *score) {
     const float *q = a->q + at * a->hd;
     const uint16_t *k = a->k + kv * a->rows * a->hd, *v = a->v + kv * a->rows * a->v_step;
     float *out = a->out + at * a->vd;
-    float top = a->sinks ? a->sinks[h] : -FLT_MAX, sum = 0;   // top is finite: inf - inf is a NaN
+    float top = a->sinks ? a->sinks[h] : -FLT_MAX, sum = 0;   // not -inf: inf - inf is a NaN
     for (int r = 0; r < a->rows; r++, k += a->hd) {
         float dot = 0;
         for (int j = 0; j < a->hd; j++) dot += q[j] * quant_f16_to_f32(k[j]);
@@ -728,30 +729,28 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 
 // Memory (section 23). A plan takes zeroed buffers from an arena; place_plan runs the plan twice,
 // to count the bytes and to place the buffers. plan_scratch learns what matmul and attention take
-// by dry runs of forward: without memory no data is touched.
+// by dry runs of forward: while op_scratch has no memory, they only count, each_row does nothing.
 typedef void Plan(Session *s, Arena *a);
 static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e);
 static Plan plan_caches, plan_scratch;   // of the KV caches; of forward's buffers
 static bool tokens_room(Tokens *t, size_t n);   // room for n ids in all; false: out of memory
-
-// Threads (26)
-static int count_cpus(void);           // how many this process should use
+static int count_cpus(void);           // how many threads this process should use
 static Pool *pool_open(int threads);   // NULL: they cannot be started
 static void pool_close(Pool *p);       // p may be NULL
 
-// A GPU (38) runs the model, or its last layers, on a Session's buffers. False: there is none, or
-// it failed, and the CPU does the work. gpu_forward also makes the logits of up to LOGIT_ROWS rows
-// of the chunk, from row `first` on; gpu_logits makes further ones.
+// A GPU (metal.c) runs the model, perhaps without its first FFNs, on a Session's buffers. False:
+// there is none, or it failed, and the CPU does the work. gpu_forward also makes the logits of up
+// to LOGIT_ROWS tokens of the chunk, from `first` on.
 static int gpu_attach(Session *s);   // sets s->gpu; returns the GPU's default chunk; 0: no GPU
-static void gpu_open(Session *s), gpu_close(Session *s);
+static void gpu_open(Session *s), gpu_close(Session *s);   // gpu_open: the buffers are there
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
 static void gpu_store(Session *s, bool states);   // after the CPU wrote positions, and states
 
-// Part III
 struct Request;
 static int reusable(const Session *s, int p);   // how many of the first p tokens can stay cached?
-static int next_chunk(Session *s, const struct Request *r, int p, bool prompt);   // its length
+// returns the length of the chunk at p; recurrent models save their states before a prompt ends
+static int next_chunk(Session *s, const struct Request *r, int p, bool prompt);
 // divides frequencies by Model.freqs; returns the factor of cosines and sines, 1 in a Llama
 static float rope_scaling(const Model *m, int kind, int session_window, double *freq);
 static const float *hidden_rows(Session *s, int first, int n, Error *e);   // norm(x) (--embed)
@@ -834,16 +833,16 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 
 // Evaluates a text chunk by chunk, but for the tokens whose rows the caches hold.
 static bool session_run(Session *s, Request r, Error *e) {
-    bool own = r.ids == s->history.id;   // session_generate's: the history, and ids behind it
+    bool own = r.ids == s->history.id;   // session_generate writes new ids behind the history
     if (!check_ids(s, r.ids, r.n, e)) return false;
     if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
     if (own) r.ids = s->history.id;      // realloc may have moved it
     int n, reused = session_reuse(s, &r);
-    bool prompt = !own && r.n - reused > 1;      // recurrent models save states before its end
+    bool prompt = !own && r.n - reused > 1;
     for (int p = reused; p < r.n; p += n) {
         n = next_chunk(s, &r, p, prompt);        // s->o.chunk, or as many as are left
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
-        int first = r.from > p ? smaller(r.from - p, n) : 0;   // token of the chunk that gets a row
+        int first = r.from > p ? smaller(r.from - p, n) : 0;   // in the chunk, with a row; n: none
         bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);
         if (!gpu) forward(s, r.ids + p, n, p);
         memmove(s->history.id + p, r.ids + p, n * sizeof *r.ids);
@@ -915,9 +914,8 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 //
 // From logits to the next token, in stages. First ids with their logits become candidates: all, or
 // little more than the k best. Recent ids lose some of their logit (the penalty), banned ones all.
-// Then temperature, top-k, top-p and min-p change, sort or drop candidates; one of those that are
-// left is drawn, at temperature 0 the best. (llama.cpp's temperature comes last; here top-p and
-// min-p see probabilities after it.) In this section c [n] is the candidates.
+// Then temperature, top-k, top-p and min-p change, sort or drop candidates, c [n]; one of those
+// left is drawn, at temperature 0 the best. (llama.cpp's temperature comes last.)
 
 // what is sampled
 typedef struct {
@@ -930,11 +928,12 @@ typedef struct {
 
 // Section 39 sorts. sort_top brings the k best candidates to the front, in order; sort_share brings
 // there as many as it takes for their weights, exp(logit - best), to reach `enough`.
-// sample_candidates makes candidates, in the order of ids, of all ids that can be among the k best
-// (k 0: of all ids) after recent and banned ones have lost, and returns how many. NaN never wins.
+// sample_candidates makes candidates, in the order of ids and with their own logits, of all ids
+// that may be among the k best (k 0: all) once recent and banned ones lose, and returns how many.
 static void sort_top(Candidate *c, size_t n, size_t k);
 static void sort_share(Candidate *c, size_t n, double enough);
 static size_t sample_candidates(Candidate *c, const Draw *d, int k);
+static Candidate *find_candidate(Candidate *c, size_t n, int32_t id);   // NULL: it is none
 static const struct Best *session_best(Session *s, const float *logits);   // for Draw
 
 // A positive logit is divided by the penalty, a negative one multiplied; INFINITY leaves nothing.
@@ -943,16 +942,11 @@ static float lowered(float logit, float penalty) {
     return logit * (logit > 0 ? 1 / penalty : penalty);
 }
 
-static int compare_ids(const void *a, const void *b) {   // of two candidates
-    int32_t x = ((const Candidate *)a)->id, y = ((const Candidate *)b)->id;
-    return (x > y) - (x < y);
-}
-
 // Makes ids less likely. An id counts once, however often it occurs, because its new logit is
 // computed from the old one in `logits`. The candidates are in the order of ids.
 static void sample_penalty(Candidate *c, size_t n, const float *logits, Tokens ids, float penalty) {
     for (size_t i = 0; i < ids.n; i++) {
-        Candidate *one = bsearch(&(Candidate){.id = ids.id[i]}, c, n, sizeof *c, compare_ids);
+        Candidate *one = find_candidate(c, n, ids.id[i]);
         if (one) one->logit = lowered(logits[one->id], penalty);
     }
 }
@@ -1013,7 +1007,7 @@ static double random_unit(uint64_t *state) {   // splitmix64, in [0, 1)
     return ((z ^ z >> 31) >> 11) * 0x1p-53;
 }
 
-// c has room for n candidates
+// c has room for d->n candidates
 static int32_t sample(const Sampling *o, Candidate *c, const Draw *d, uint64_t *rng) {
     double total, sum;
     bool greedy = o->temp < 1e-30f;   // 0, or so small that logits / temp overflow
@@ -8376,6 +8370,14 @@ static UNUSED int gpu_layers(const Session *s) { return 0; }
 // a default in main, a row of OPTIONS and, if files may ask for it, one in sampling_defaults and
 // print_file's keys. Then add a line to test_sampler_stages of test.c (README: order of stages).
 
+static int compare_ids(const void *a, const void *b) {   // of two candidates
+    int32_t x = ((const Candidate *)a)->id, y = ((const Candidate *)b)->id;
+    return (x > y) - (x < y);
+}
+static Candidate *find_candidate(Candidate *c, size_t n, int32_t id) {
+    return bsearch(&(Candidate){.id = id}, c, n, sizeof *c, compare_ids);
+}
+
 static int best_first(const void *a, const void *b) {   // ties: the lower id
     const Candidate *x = a, *y = b;
     if (x->logit != y->logit) return x->logit < y->logit ? 1 : -1;
@@ -8446,13 +8448,13 @@ static size_t sample_candidates(Candidate *c, const Draw *d, int k) {
 }
 
 // sorts 128, which are nearly always enough, else eight times as many, and so on
-static void sort_share(Candidate *c, size_t n, double share) {
+static void sort_share(Candidate *c, size_t n, double enough) {
     double sum;
     for (size_t k = 128;; k *= 8) {
         size_t sorted = k < n ? k : n;
         sort_top(c, n, sorted);
-        sum_until(c, sorted, share, &sum);
-        if (sum >= share || sorted == n) return;
+        sum_until(c, sorted, enough, &sum);
+        if (sum >= enough || sorted == n) return;
     }
 }
 
