@@ -1528,8 +1528,6 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"qwen3vl", .c = {.sections_mixed = true}},
     {"glm4moe* dots1 hy_v3", .c = {.gating = SIGMOID}},
     {"exaone-moe", .flags = LOCAL_ROPE, .period = 4},
-    {"smallthinker", .c = {.act = ACT_RELU, .weights_normed = true, .routed_first = true},
-     .flags = FULL_FIRST | WINDOW_SET, .period = 4, .n_layer = 4},
     {"smallthinker*", .c = {.act = ACT_RELU, .weights_normed = true, .routed_first = true},
      .flags = FULL_FIRST | WINDOW_SET | LOCAL_ROPE, .period = 4},
     {"maple*", .c = {.weights_normed = true, .limit_first = true},
@@ -2712,43 +2710,29 @@ static void cache_finite(uint16_t *v, int n, uint16_t *key) {
 
 // Before RoPE heads are limited (OLMo) and normed (Qwen 3, Gemma 4), after it normed or sharpened.
 
-static void norm_heads(const Session *s, float *q, int n_head, float *k, int n_kv) {
+static void norm_heads(const Session *s, float *q, float *k) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
-    if (w->q_norm.n) norm(q, q, n_head * w->hd, &w->q_norm, c->norm, c->eps);
-    if (w->k_norm.n) norm(k, k, n_kv * w->hd, &w->k_norm, c->norm, c->eps);
+    if (w->q_norm.n) norm(q, q, w->n_head * w->hd, &w->q_norm, c->norm, c->eps);
+    if (w->k_norm.n) norm(k, k, w->k.rows, &w->k_norm, c->norm, c->eps);
 }
 
-static bool acts_before_rope(const Config *c, const Layer *w) {
-    return (w->q_norm.n && !c->qk_norm_late) || c->clamp_qkv > 0 || c->values_normed;
-}
-
-// one of *arg equal shares of a token's heads: i = token * *arg + share
-static void before_rope_row(Session *s, const void *arg, size_t i) {
+static void heads_row(Session *s, const void *arg, size_t i) {   // all up to the cache
     const Config *c = &s->m->config;
-    const Layer *w = &s->m->layers[s->l];
-    int shares = *(const int *)arg, n_head = w->n_head / shares, n_kv = w->k.rows / w->hd / shares;
-    float *q = s->q + i * n_head * w->hd, *k = s->k + i * n_kv * w->hd;
-    float *v = s->v + i * n_kv * w->vd;
-    clamp(q, n_head * w->hd, c->clamp_qkv);
-    clamp(k, n_kv * w->hd, c->clamp_qkv);
-    clamp(v, n_kv * w->vd, c->clamp_qkv);
-    if (!c->qk_norm_late) norm_heads(s, q, n_head, k, n_kv);
-    if (c->values_normed) norm(v, v, n_kv * w->vd, &(Norm){.group = w->vd}, NORM_RMS, c->eps);
-}
-
-// If all heads have the same weights, a few tokens' heads are split, so that all threads have work.
-static void before_rope(Session *s) {
-    const Layer *w = &s->m->layers[s->l];
-    const Norm *q = &w->q_norm, *k = &w->k_norm;
-    bool alike = (!q->w || q->n == w->hd) && (!k->w || k->n == w->hd);
-    int shares = s->n <= FEW && alike ? w->n_kv : 1;
-    if (acts_before_rope(&s->m->config, w)) each_row(s, before_rope_row, &shares, s->n * shares);
+    const Layer *w = arg;
+    int n_q = w->n_head * w->hd, n_k = w->k.rows, n_v = w->v.rows;
+    float *q = s->q + i * n_q, *k = s->k + i * n_k, *v = s->v + i * n_v;
+    clamp(q, n_q, c->clamp_qkv);
+    clamp(k, n_k, c->clamp_qkv);
+    clamp(v, n_v, c->clamp_qkv);
+    if (!c->qk_norm_late) norm_heads(s, q, k);
+    if (c->values_normed) norm(v, v, n_v, &(Norm){.group = w->vd}, NORM_RMS, c->eps);
+    qkv_row(s, w, i);
 }
 
 static void after_rope(const Session *s, float *q, float *k, int pos) {
     const Layer *w = &s->m->layers[s->l];
-    if (s->m->config.qk_norm_late) norm_heads(s, q, w->n_head, k, w->k.rows / w->hd);
+    if (s->m->config.qk_norm_late) norm_heads(s, q, k);
     sharpen(s, q, w->n_head * w->hd, pos);
 }
 
@@ -2781,18 +2765,6 @@ static void split_gate_row(Session *s, const void *arg, size_t i) {
 static bool gates_in_q(const Layer *w) { return w->q.rows > w->n_head * w->hd; }
 static bool has_gates(const Layer *w) { return gates_in_q(w) || w->attn_gate.data; }
 
-// Makes q, k and v where there are gates, too, or where a layer borrows a cache and has only q.
-static void project_more(Session *s) {
-    const Layer *w = &s->m->layers[s->l];
-    int n = s->n, jobs = w->k.rows ? 3 : 1;
-    Matmul in[4] = {{&w->q, s->normed, gates_in_q(w) ? s->mix : s->q, n},
-                    {&w->k, s->normed, s->k, n},
-                    {&w->v, s->normed, s->v, n}};
-    if (w->attn_gate.data) in[jobs++] = (Matmul){&w->attn_gate, s->normed, s->z, n};
-    matmul(s->pool, &s->op_scratch, in, jobs);
-    if (gates_in_q(w)) each_row(s, split_gate_row, w, n);
-}
-
 // Loads the matrix of attention's gates, one for each head or for each of its vd values.
 static void load_gate(Loader *ld, Layer *w, int n_head, int vd) {
     if (!(ld->arch->flags & GATE)) return;
@@ -2801,33 +2773,41 @@ static void load_gate(Loader *ld, Layer *w, int n_head, int vd) {
     w->attn_gate = load_matrix(ld, "attn_gate", ld->m->config.dim, rows, 1);
 }
 
-typedef struct { float *x; int width, gates; } Gated;   // a head's values; its gates: width or 1
+// s->att [n_head][width], in latent attention s->mix, times the gates in s->z [n_head][width or 1]
 static void gate_row(Session *s, const void *arg, size_t i) {
-    const Gated *g = arg;
-    int n_head = s->m->layers[s->l].n_head;
-    float *x = g->x + i * n_head * g->width, *z = s->z + i * n_head * g->gates;
+    const Layer *w = arg;
+    int n_head = w->n_head, width = w->o.cols / n_head;
+    int gates = w->attn_gate.data ? w->attn_gate.rows / n_head : width;
+    float *x = (w->k_b.data ? s->mix : s->att) + i * n_head * width, *z = s->z + i * n_head * gates;
     bool softplus = s->m->config.softplus_gates;
-    for (int j = 0; softplus && j < n_head * g->gates; j++) z[j] = log1p_exp(z[j]);
-    for (int j = 0; !softplus && j < n_head * g->gates; j++) z[j] = 1 / (1 + exp_fast(-z[j]));
-    for (int h = 0; h < n_head; h++, x += g->width, z += g->gates)
-        for (int j = 0; j < g->width; j++) x[j] *= z[g->gates > 1 ? j : 0];
+    for (int j = 0; softplus && j < n_head * gates; j++) z[j] = log1p_exp(z[j]);
+    for (int j = 0; !softplus && j < n_head * gates; j++) z[j] = 1 / (1 + exp_fast(-z[j]));
+    for (int h = 0; h < n_head; h++, x += width, z += gates)
+        for (int j = 0; j < width; j++) x[j] *= z[gates > 1 ? j : 0];
 }
 
-// x [n][n_head][width] times the gates in s->z [n][n_head][width or 1]
-static void gate_attention(Session *s, float *x, int width) {
-    const Layer *w = &s->m->layers[s->l];
-    int gates = w->attn_gate.data ? w->attn_gate.rows / w->n_head : width;
-    each_row(s, gate_row, &(Gated){x, width, gates}, s->n);
+// Makes those of k products of the chunk whose matrix there is.
+static void products(Session *s, const Matmul *of, int k) {
+    Matmul jobs[8];
+    int n = 0;
+    for (int i = 0; i < k; i++)
+        if (of[i].w->data) jobs[n++] = of[i];
+    matmul(s->pool, &s->op_scratch, jobs, n);
 }
 
 // attention_block for a layer that has gates, borrows a cache, or changes heads before RoPE
 static void attention_more(Session *s) {
     const Layer *w = &s->m->layers[s->l];
-    project_more(s);
-    before_rope(s);
-    each_row(s, qkv_row, w, s->n);
+    int n = s->n;
+    Matmul in[] = {{&w->q, s->normed, gates_in_q(w) ? s->mix : s->q, n},
+                   {&w->k, s->normed, s->k, n},
+                   {&w->v, s->normed, s->v, n},
+                   {&w->attn_gate, s->normed, s->z, n}};
+    products(s, in, 4);
+    if (gates_in_q(w)) each_row(s, split_gate_row, w, n);
+    each_row(s, heads_row, w, n);
     attend(s);
-    if (has_gates(w)) gate_attention(s, s->att, w->vd);
+    if (has_gates(w)) each_row(s, gate_row, w, n);
     product(s, &w->o, s->att, s->out);
 }
 
@@ -2877,8 +2857,8 @@ static void add_more_row(Session *s, const void *arg, size_t i) {
 
 // Can forward_layer run this layer? (after_rope and see_more still do what it needs.)
 static bool like_llama(const Config *c, const Layer *w) {
-    bool attends = w->k.rows && !w->k_b.data && !w->mixer && !has_gates(w) &&
-                   !acts_before_rope(c, w);
+    bool attends = w->k.rows && !w->k_b.data && !w->mixer && !has_gates(w) && !w->q_norm.n &&
+                   c->clamp_qkv <= 0 && !c->values_normed;
     bool feeds = w->up.data && w->gate.data && !w->router.data;
     bool normed = (w->attn_norm.w && w->ffn_norm.w) || c->norm == NORM_BARE;
     bool adds = !w->attn_post_norm.w && !w->ffn_post_norm.w && !w->attn_norm_2.w &&
@@ -3055,34 +3035,32 @@ static void gather_row(Session *s, const void *arg, size_t i) {
 // The products of some experts that run together, with room for their matrices. Each has two jobs.
 enum { MAX_EXPERTS = MAX_JOBS / 2 };
 typedef struct {
-    int n_experts, n_in;
+    int n_experts, n_in, rows;   // rows: how many are taken, of gathered, gate, up and expert_out
     Matrix gate[MAX_EXPERTS], up[MAX_EXPERTS], down[MAX_EXPERTS];
     Matmul in[2 * MAX_EXPERTS], back[MAX_EXPERTS];
 } ExpertCall;
-typedef struct { float *x, *gate, *up, *out; } ExpertRows;   // where an expert's tokens begin
 
-static void add_expert(ExpertCall *call, const Layer *w, int e, int n, ExpertRows r) {
-    int k = call->n_experts++;
+static void add_expert(Session *s, ExpertCall *call, int e, int n) {   // with n tokens
+    const Layer *w = &s->m->layers[s->l];
+    size_t k = call->n_experts++, row = call->rows, dim = w->down.rows, ff = w->ff;
+    float *x = s->gathered + row * dim, *gate = s->gate + row * ff, *up = s->up + row * ff;
     call->gate[k] = matrix_expert(&w->gate, e);
     call->up[k] = matrix_expert(&w->up, e);
     call->down[k] = matrix_expert(&w->down, e);
-    call->in[call->n_in++] = (Matmul){&call->up[k], r.x, r.up, n};
-    if (w->gate.data) call->in[call->n_in++] = (Matmul){&call->gate[k], r.x, r.gate, n};
-    call->back[k] = (Matmul){&call->down[k], r.up, r.out, n};
+    call->in[call->n_in++] = (Matmul){&call->up[k], x, up, n};
+    if (w->gate.data) call->in[call->n_in++] = (Matmul){&call->gate[k], x, gate, n};
+    call->back[k] = (Matmul){&call->down[k], up, s->expert_out + row * dim, n};
+    call->rows += n;
 }
 
 // Counts the scratch of experts. No choice needs more than this: one expert has `limit` tokens, and
 // each other one FEW + 1, the number at which the padding of a tile is largest. (arena_take asserts
-// it.) Nothing is read: addresses only tell matmul which products share an input, and none do.
+// it.)
 static void count_experts(Session *s, int limit) {
     ExpertCall call = {0};
-    float place[MAX_EXPERTS];
     int others = limit > FEW ? FEW + 1 : limit, most = limit + others * (limit - 1);
-    for (int n, rows = 0; rows < most && call.n_experts < MAX_EXPERTS; rows += n) {
-        float *at = &place[call.n_experts];
-        n = call.n_experts ? others : limit;
-        add_expert(&call, &s->m->layers[s->l], 0, n, (ExpertRows){at, at, at, at});
-    }
+    add_expert(s, &call, 0, limit);
+    while (call.rows < most && call.n_experts < MAX_EXPERTS) add_expert(s, &call, 0, others);
     matmul(s->pool, &s->op_scratch, call.in, call.n_in);
     matmul(s->pool, &s->op_scratch, call.back, call.n_experts);
 }
@@ -3091,27 +3069,24 @@ static void count_experts(Session *s, int limit) {
 // their results to sum [n][..]. Returns how many choices it ran; choice k is of token k / n_used.
 static int run_experts(Session *s, const int32_t *order, int left, int limit, float *sum) {
     const Layer *w = &s->m->layers[s->l];
-    size_t dim = w->down.rows, ff = w->ff;
+    size_t dim = w->down.rows;
     ExpertCall call;
-    int rows = 0;
-    call.n_experts = call.n_in = 0;
-    for (int n; rows < left && call.n_experts < MAX_EXPERTS; rows += n) {
-        int e = s->chosen[order[rows]];
-        for (n = 1; rows + n < left && s->chosen[order[rows + n]] == e;) n++;
-        if (rows + n > limit) break;
-        ExpertRows r = {s->gathered + rows * dim, s->gate + rows * ff, s->up + rows * ff,
-                        s->expert_out + rows * dim};
-        add_expert(&call, w, e, n, r);
+    call.n_experts = call.n_in = call.rows = 0;
+    while (call.rows < left && call.n_experts < MAX_EXPERTS) {
+        int e = s->chosen[order[call.rows]], end = call.rows + 1;
+        while (end < left && s->chosen[order[end]] == e) end++;
+        if (end > limit) break;
+        add_expert(s, &call, e, end - call.rows);
     }
-    each_row(s, gather_row, order, rows);
+    each_row(s, gather_row, order, call.rows);
     matmul(s->pool, &s->op_scratch, call.in, call.n_in);
-    each_row(s, activate_row, &(Ffn){call.gate, call.up, call.down, w->limit_experts}, rows);
+    each_row(s, activate_row, &(Ffn){call.gate, call.up, call.down, w->limit_experts}, call.rows);
     matmul(s->pool, &s->op_scratch, call.back, call.n_experts);
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < call.rows; r++) {
         float weight = s->m->config.inputs_weighed ? 1 : s->weight[order[r]];
         add_scaled(sum + order[r] / w->n_used * dim, s->expert_out + r * dim, dim, weight);
     }
-    return rows;
+    return call.rows;
 }
 
 // adds the shared expert's result, with a weight if it has a router
@@ -3470,26 +3445,20 @@ static bool load_recurrent(Loader *ld, Layer *w) {
 // how strongly it writes. KDA's decays and gates may be two products each, of which the first goes
 // to s->att, because that is free until there is a result.
 static void recurrent_products(Session *s, const Layer *w, float *mix) {
-    int n = s->n, k = 0;
-    bool both = w->beta_alpha.data, two = w->alpha_a.data, z_two = w->z_a.data;
+    int n = s->n, first = s->m->config.kda ? 0 : 3;   // KDA: q, k and v in place of conv_in
+    bool two = w->alpha_a.data, z_two = w->z_a.data;
     float *alpha_a = s->att, *z_a = s->att + n * w->alpha_a.rows;
-    Matmul in[6];
-    if (s->m->config.kda) {   // three matrices in place of conv_in, whose results lie side by side
-        in[k++] = (Matmul){&w->q, s->normed, mix, n};
-        in[k++] = (Matmul){&w->k, s->normed, mix + w->q.rows, n};
-        in[k++] = (Matmul){&w->v, s->normed, mix + 2 * w->q.rows, n};
-    } else in[k++] = (Matmul){&w->conv_in, s->normed, mix, n};
-
-    if (z_two) in[k++] = (Matmul){&w->z_a, s->normed, z_a, n};
-    else in[k++] = (Matmul){&w->z, s->normed, s->z, n};
-
-    if (both) in[k++] = (Matmul){&w->beta_alpha, s->normed, s->beta_alpha, n};
-    else if (two) in[k++] = (Matmul){&w->alpha_a, s->normed, alpha_a, n};
-    else if (w->mixer == MIX_CONV) in[k++] = (Matmul){&w->alpha, s->normed, s->att, n};   // a gate
-    else in[k++] = (Matmul){&w->alpha, s->normed, s->decay, n};
-
-    if (w->beta.data) in[k++] = (Matmul){&w->beta, s->normed, s->strength, n};
-    matmul(s->pool, &s->op_scratch, in, k);
+    float *alpha = w->mixer == MIX_CONV ? s->att : s->decay;   // a gate, or decays
+    const float *x = s->normed;
+    Matmul in[] = {{&w->q, x, mix, n},
+                   {&w->k, x, mix + w->q.rows, n},
+                   {&w->v, x, mix + 2 * w->q.rows, n},
+                   {&w->conv_in, x, mix, n},
+                   z_two ? (Matmul){&w->z_a, x, z_a, n} : (Matmul){&w->z, x, s->z, n},
+                   {&w->beta_alpha, x, s->beta_alpha, n},
+                   two ? (Matmul){&w->alpha_a, x, alpha_a, n} : (Matmul){&w->alpha, x, alpha, n},
+                   {&w->beta, x, s->strength, n}};
+    products(s, in + first, 8 - first);
     if (two) product(s, &w->alpha, alpha_a, s->decay);
     if (z_two) product(s, &w->z, z_a, s->z);
 }
@@ -3642,7 +3611,7 @@ static void latent_attention(Session *s) {
     attend(s);
     head_products(s, &w->v_b, s->att, s->mix);
     if (gates) product(s, &w->attn_gate, s->normed, s->z);
-    if (gates) gate_attention(s, s->mix, w->v_b.rows);
+    if (gates) each_row(s, gate_row, w, n);
     product(s, &w->o, s->mix, s->out);
 }
 
@@ -3866,7 +3835,7 @@ typedef struct { uint64_t q, k, v, att, mix, z, ff, squeezed; } Widths;
 
 static void widen(Widths *most, const Layer *w) {   // so that layer w fits
     size_t heads = (size_t)w->n_head * w->hd;
-    size_t gates = (size_t)w->q.rows > heads ? heads : 0;   // in q
+    size_t gates = gates_in_q(w) ? heads : 0;
     most->q = larger(most->q, heads);
     most->k = larger(most->k, w->k.rows);
     most->v = larger(most->v, w->v.rows);
