@@ -1356,9 +1356,9 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
             return fail(e, "key %.*s: %s", STR_ARG(m[k].key), why.text);
     if (!sort_names(m, n_meta, sizeof *m, "key", e)) return false;
     Gguf part = {.meta = m, .n_meta = n_meta};
-    int64_t align = gguf_int(&part, "general.alignment", 32), no = gguf_int(&part, "split.no", i);
-    const Meta *said = gguf_find(&part, "general.alignment");
-    if (said && !gguf_size[said->type]) align = 0;   // no number
+    bool said = gguf_find(&part, "general.alignment");
+    int64_t align = gguf_int(&part, "general.alignment", said ? 0 : 32);   // 0: it is no number
+    int64_t no = gguf_int(&part, "split.no", i);
     if (align < 8 || align > 1 << 20 || (align & (align - 1)))
         return fail(e, "general.alignment is %.0f, want a power of two from 8 on", (double)align);
     if (no != i)
@@ -1368,20 +1368,18 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
         if (!read_tensor(&in, &t[k], align, &why))
             return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
     size_t start = (in.p - map->base + align - 1) / align * align;   // where the data begin
-    // a tensor that does not begin where the one before it ends shows that we misread that one
     if (n_tensors && t->offset) return fail(e, "tensor %.*s: not at offset 0", STR_ARG(t->name));
-    for (const Tensor *a = t, *b = t + 1; b < t + n_tensors; a++, b++) {
-        double room = (double)b->offset - a->offset, size = tensor_bytes(a);
-        if (ceil(size / align) * align != room)
+    for (Tensor *a = t; a < t + n_tensors; a++) {
+        double size = tensor_bytes(a), room = fmax(0, (double)map->size - start - a->offset);
+        double padded = ceil(size / align) * align, gap = padded;   // to the next tensor
+        if (a + 1 < t + n_tensors) gap = (double)a[1].offset - a->offset;
+        if (gap != padded)   // we misread this one
             return fail(e, "tensor %.*s: %.0f bytes of %s, but the offset of %.*s leaves it %.0f",
-                        STR_ARG(a->name), size, quant_name(a->type), STR_ARG(b->name), room);
-    }
-    for (size_t k = 0; k < n_tensors; k++) {
-        double size = tensor_bytes(&t[k]), room = fmax(0, (double)map->size - start - t[k].offset);
+                        STR_ARG(a->name), size, quant_name(a->type), STR_ARG(a[1].name), gap);
         if (size > room)
             return fail(e, "tensor %.*s: %.0f bytes, the file has %.0f: is it truncated?",
-                        STR_ARG(t[k].name), size, room);
-        t[k].data = map->base + start + t[k].offset;
+                        STR_ARG(a->name), size, room);
+        a->data = map->base + start + a->offset;
     }
     g->n_tensors += n_tensors;
     if (i == 0) g->n_meta = n_meta;
@@ -1825,12 +1823,10 @@ static Meta *arch_meta(const Loader *ld, const char *key) {
 static double load_number(Loader *ld, const char *key, double otherwise) {
     Meta *v = arch_meta(ld, key), *blocks = arch_meta(ld, "block_count");
     if (!v) return otherwise;
-    Str word = {key, strlen(key)};
-    bool array = v->type == GGUF_ARR;
-    bool each = array && (ld->l >= 0 || find_str(word, "attention.head_count"));   // one a layer
-    uint64_t i = array && ld->l > 0 ? ld->l : 0, n_layer = 0;
-    if (blocks && blocks->n) n_layer = meta_int(blocks, 0);
-    bool pattern = find_str(word, "attention.sliding_window_pattern attention.rope_pattern");
+    bool array = v->type == GGUF_ARR, pattern = strstr(key, "_pattern");
+    bool each = array && (ld->l >= 0 || !strcmp(key, "attention.head_count"));   // one a layer
+    uint64_t i = array && ld->l > 0 ? ld->l : 0;
+    uint64_t n_layer = blocks && blocks->n ? meta_int(blocks, 0) : 0;
     bool shorter = each && v->n + ld->hints.n_layer_mtp < n_layer, longer = each && v->n > n_layer;
     if (longer) v->n_layer = n_layer;
     if (shorter || (longer && !pattern))
@@ -2499,14 +2495,10 @@ API bool model_open(Model *m, const char *path, Error *e) { return model_load(m,
 // idea, and begins with the load_ function of its tensors. Read experts (16), then the gated delta
 // rule (18), of which the state space is a variation.
 //
-//   14 positions           learned ones, RoPE beyond the texts of training, ALiBi, far queries
-//   15 layers              activations, bounds, damaged values, gates of attention, other_layer
-//   16 experts             in place of the FFN
-//   17 to 19               recurrent mixers: the convolution, the delta rule, the state space
-//   20 latent attention    keys and values are made of one short vector
-//   21 Gemma 4             borrowed caches, an input for each layer
-//   22 further tokens      a block behind the layers guesses them
-//   23 memory              caches, buffers and states, and what a session may reuse of them
+//   14 positions           15 layers: activations, gates of attention, other_layer
+//   16 experts             17 to 19 recurrent mixers: convolution, delta rule, state space
+//   20 latent attention    21 Gemma 4: borrowed caches, an input for each layer
+//   22 further tokens      23 memory, and what a session may reuse of it
 
 // ---- 14. positions ----
 //

@@ -5456,7 +5456,7 @@ static void lab_heads(Lab *x, const AttentionCase *t) {   // one layer, and its 
         .sharpen_scale = strchr(t->what, 't') ? 0.7f : 0};
     x->w = (Layer){.n_head = H, .n_kv = KV, .hd = hd, .vd = vd, .n_rot = t->n_rot,
                    .rope = t->pairing, .q.rows = H * hd * (1 + gated),
-                   .k.rows = KV * hd, .v.rows = KV * vd,
+                   .k.rows = KV * hd, .v.rows = KV * vd, .o.cols = H * vd,
                    .sinks = t->sinks ? lab_floats(g, H, 3) : NULL};
     for (int k = 0; k < 2; k++) {
         int size = whole || own ? (k ? KV : H) * hd : hd;
@@ -5498,10 +5498,9 @@ static void lab_attention(Gpu *g, const AttentionCase *t) {
     a.scale = x.m.config.attn_scale;
     a.sinks = x.w.sinks;
     for (int i = 0; gated && i < n; i++) split_gate_row(&cpu, &x.w, i);
-    for (int i = 0; i < n; i++) before_rope_row(&cpu, &(int){1}, i);   // all heads at once
-    for (int i = 0; i < n; i++) qkv_row(&cpu, &x.w, i);
+    for (int i = 0; i < n; i++) heads_row(&cpu, &x.w, i);
     plain_attention(&a, need(a.rows * sizeof(float)));
-    for (int i = 0; gated && i < n; i++) gate_row(&cpu, &(Gated){a.out, vd, vd}, i);
+    for (int i = 0; gated && i < n; i++) gate_row(&cpu, &x.w, i);
     const char *name = text_of("attention, case %d", (int)(t - ATTENTION));
     for (int i = 0; n > 1 && is_few(lab_session(&x), n) && i < n * KV; i++) {   // what rope writes
         size_t row = (size_t)(i / n) * c.rows + cache_row(&c, t->pos + i % n);
