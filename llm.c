@@ -1059,11 +1059,10 @@ API bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, 
 // ==== Part II: the file =========================================================================
 //
 // In: the path of a file. Out: a Model, most of whose weights point into the mapped file, or one
-// line that says what is wrong. Read ARCHS and KEYS first (section 12): these two tables, and which
-// tensors a file has, say what a model is. Section 11 reads the file's lists of keys and tensors.
-// Section 13 fills Config and each Layer from them: model_load, weights_load, load_layer. Load_
-// functions of Part III load what only other families have. A caller that prefixes an inner
-// function's message passes it a separate Error, `why`.
+// line that says what is wrong. Read ARCHS and KEYS first (section 12). Section 11 reads the file's
+// lists of keys and tensors. Section 13 fills Config and each Layer from them: model_load,
+// weights_load, load_layer. Load_ functions of Part III load what only other families have. A
+// caller that prefixes an inner function's message passes it a separate Error, `why`.
 
 #include <errno.h>             // what Part I does not need
 #include <fcntl.h>
@@ -1416,10 +1415,9 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 
 // ---- 12. architectures ----
 //
-// Two tables and a file's tensors say what a model is. A row of ARCHS says how an architecture
-// differs from a plain Llama. A row of KEYS is a number that files give, with the architectures
-// that read it. The tensors of a file say the rest (biases, QK norms, post-norms, fused QKV or
-// gate-up, experts, sinks, tied output).
+// Two tables and a file's tensors say what a model is. A row of ARCHS has what an architecture sets
+// in Config. A row of KEYS is a number that files give, with the architectures that read it. The
+// tensors say the rest (biases, norms of queries and keys, fused QKV, experts, sinks, tied output).
 //
 // To add an architecture:
 //   1. Read the values off its reference implementation. Add its name to a row of ARCHS that has
@@ -1456,13 +1454,12 @@ enum {   // what only loading needs to know
     MAY_BE_PARALLEL = 1 << 11,    // without a norm before it the FFN reads what attention reads
     GATE = 1 << 12,               // attention has gates in a tensor of its own
     ROPE_FIXED = 1 << 13,         // all of a head turns, base 10000, unscaled, whatever a file says
-    FF_BOTH = 1 << 14,            // feed_forward_length counts gate and up
-    HALF_ROTATED = 1 << 15,       // layers that see all rotate half of rope.dimension_count
-    QK_NORM_BARE = 1 << 16,       // QK norm without weights in layers with RoPE
-    WINDOW_SET = 1 << 17,         // a window is 4096, whatever the file says
-    SHARED_AVERAGED = 1 << 18,    // the mean of experts and shared expert is taken, not the sum
-    FFN_OR_NOTHING = 1 << 19,     // a layer without an FFN is empty
-    YARN_LOG = 1 << 20,           // YARN_SCORES, and YaRN with a yarn_log leaves the cosines alone
+    HALF_ROTATED = 1 << 14,       // layers that see all rotate half of rope.dimension_count
+    QK_NORM_BARE = 1 << 15,       // QK norm without weights in layers with RoPE
+    WINDOW_SET = 1 << 16,         // a window is 4096, whatever the file says
+    SHARED_AVERAGED = 1 << 17,    // the mean of experts and shared expert is taken, not the sum
+    FFN_OR_NOTHING = 1 << 18,     // a layer without an FFN is empty
+    YARN_LOG = 1 << 19,           // YARN_SCORES, and YaRN with a yarn_log leaves the cosines alone
 };
 
 typedef struct {
@@ -1484,7 +1481,6 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"cogvlm", .flags = ROPE_FIXED},
     {"deepseek2-ocr", .flags = ROPE_FIXED | YARN_SCORES},
     {"eurobert", .flags = BOTH_WAYS},
-    {"qwen", .flags = FF_BOTH},
     {"plamo3", .c = {.rope_base[WINDOWED] = 10000, .local_unscaled = true}, .period = 8},
     {"muse-glimmer*", .c = {.rope = ROPE_PAIRS, .embd_normed = true, .local_unscaled = true,
      .logit_cap = 30}, .flags = GATE | LOCAL_ROPE, .period = 4},
@@ -1521,7 +1517,7 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
      .flags = LOCAL_ROPE | FULL_FIRST | MAY_BE_PARALLEL | SHARED_AVERAGED, .period = 4},
     {"exaone4", .c = {.window = 4096}, .flags = LOCAL_ROPE, .period = 4, .n_layer = 64},
     {"phi3* qwen2* qwen3* bailingmoe2 exaone exaone4 falcon-h1* olmoe openelm paddleocr "
-     "pangu-embedded qwen2moe qwen2vl seed_oss", .flags = 0},   // as a Llama, but on halves
+     "pangu-embedded qwen qwen2moe qwen2vl seed_oss", .flags = 0},   // as a Llama, but on halves
     {"plamo", .flags = MAY_BE_PARALLEL},
     {"qwen3vl", .c = {.sections_mixed = true}},
     {"glm4moe* dots1 hy_v3", .c = {.gating = SIGMOID}},
@@ -1687,8 +1683,6 @@ static const Key KEYS[] = {
     {"swiglu_clamp_shexp", REAL, LAYER(limit_ffn), ANY, "bailingmoe3 step35"},
     {"attention.temperature_scale", REAL, CONFIG(sharpen_scale), ANY,
      "mistral3 deepseek2 mistral4"},
-    // Ollama's name
-    {"rope.scaling_beta", REAL, CONFIG(sharpen_scale), ANY, "mistral3 deepseek2 mistral4"},
     {"attention.temperature_length", INT, CONFIG(sharpen_length), 0, INT_MAX, "deepseek2 mistral4"},
     {"use_parallel_residual", BOOL, HINT(side_by_side), 0, 1, "gptneox*"},
     {"rope.dimension_count", INT, CONFIG(n_rot[FULL]), -1, 4096, "all"},   // -1: all of a head
@@ -1715,6 +1709,7 @@ static const Key KEYS[] = {
      "mistral3 deepseek2 mistral4 deepseek32"},
     {"rope.scaling.beta_fast", REAL, CONFIG(yarn_fast), ANY, "mistral3"},   // Ollama's names
     {"rope.scaling.beta_slow", REAL, CONFIG(yarn_slow), ANY, "mistral3"},
+    {"rope.scaling_beta", REAL, CONFIG(sharpen_scale), ANY, "mistral3 deepseek2 mistral4"},
     {"rope.scaling.mscale_all_dim", REAL, CONFIG(yarn_log), ANY, "mistral3 deepseek2 mistral4"},
     {"feed_forward_length", INT, LAYER(ff), 0, 1 << 20, "all"},
     {"expert_count", INT, CONFIG(n_expert), 0, MOST_EXPERTS, "all"},
@@ -1993,17 +1988,6 @@ static void load_fused(Loader *ld, const char *name, int cols, int n, const Slic
     }
 }
 
-// Loads the norms of queries and keys. A model has both, or none.
-static void load_qk_norms(Loader *ld, Layer *w) {
-    Norm *q = &w->q_norm, *k = &w->k_norm;
-    *q = load_norm(ld, "attn_q_norm", w->n_head, w->hd);
-    *k = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
-    bool maverick = ld->m->config.n_expert == 128;   // the larger Llama 4 has none
-    if (ld->arch->flags & QK_NORM_BARE && w->rope != ROPE_NONE && !maverick && !q->w)
-        *q = *k = (Norm){.w = scaled(ld, NULL, w->hd, 1), .n = w->hd, .group = w->hd};
-    if (w->k.data && !q->w != !k->w) require(ld, NULL, q->w ? "attn_k_norm" : "attn_q_norm");
-}
-
 // Loads q, k, v and o with their norms, gates and sinks. In: numbers and widths of the heads.
 static void load_attention(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
@@ -2029,7 +2013,13 @@ static void load_attention(Loader *ld, Layer *w) {
     if (c->value_scale != 1) w->o.scale = &c->value_scale;
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
     load_gate(ld, w, w->n_head, w->vd);
-    load_qk_norms(ld, w);
+    w->q_norm = load_norm(ld, "attn_q_norm", w->n_head, w->hd);   // a model has both norms, or none
+    w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
+    bool maverick = c->n_expert == 128;   // the larger Llama 4 has none
+    if (ld->arch->flags & QK_NORM_BARE && w->rope != ROPE_NONE && !maverick && !w->q_norm.w)
+        w->q_norm = w->k_norm = (Norm){scaled(ld, NULL, w->hd, 1), NULL, w->hd, w->hd, 0};
+    if (w->k.data && !w->q_norm.w != !w->k_norm.w)
+        require(ld, NULL, w->q_norm.w ? "attn_k_norm" : "attn_q_norm");
 }
 
 typedef struct { const char *gate, *up, *down, *both; } FfnNames;   // both: gate and up in one
@@ -2128,8 +2118,6 @@ static void load_layer(Loader *ld, Layer *w) {
     w->source = ld->l;
     load_keys(ld, w);
     load_window(ld, w);
-    if (a->flags & FF_BOTH) w->ff /= 2;
-    if (!strncmp(c->name, "lfm2", 4)) w->ff = 0;   // Ollama's may be wrong; the tensors tell
     const Meta *kv = arch_meta(ld, "attention.head_count_kv");
     bool each_kv = kv && kv->type == GGUF_ARR;   // a 0 in it: no attention; else: n_head
     if (!w->n_kv && !each_kv) w->n_kv = w->n_head;
@@ -2147,11 +2135,12 @@ static void load_layer(Loader *ld, Layer *w) {
     else load_attention(ld, w);
     bool mixes = w->n_kv || w->mixer;
 
-    // the FFN
+    // the FFN: the number of Ollama's LFM2 may be wrong, Qwen's counts gate and up
     Matrix *ffn[] = {&w->gate, &w->up, &w->down};
+    bool unsure = find_str((Str){c->name, strlen(c->name)}, "lfm2 lfm2moe qwen");
     bool dense = (w->ff && !w->mixer) || !mixes || find_tensor(ld, "ffn_up", ".weight");
     if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
-    else if (dense) w->ff = load_ffn(ld, &DENSE_NAMES, c->dim, w->ff, 1, ffn);
+    else if (dense) w->ff = load_ffn(ld, &DENSE_NAMES, c->dim, unsure ? 0 : w->ff, 1, ffn);
     bool feeds = w->up.data;
     if (!mixes) w->ffn_norm = w->attn_norm;   // a layer of one block has one norm
     if (!feeds) w->attn_post_norm = w->ffn_post_norm;
@@ -2859,7 +2848,8 @@ static bool like_llama(const Config *c, const Layer *w) {
            c->residual_scale == 1;
 }
 
-static void experts(Session *s), mix_tokens(Session *s), add_layer_input(Session *s);
+static void latent_attention(Session *s), recurrent(Session *s), experts(Session *s);
+static void add_layer_input(Session *s);
 
 static void forward_ffn(Session *s) {   // x += ffn(norm(x)): the second half of a layer
     const Layer *w = &s->m->layers[s->l];
@@ -2873,14 +2863,18 @@ static void forward_ffn(Session *s) {   // x += ffn(norm(x)): the second half of
 static bool other_layer(Session *s) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
+    const Norm none = {0};
     int n = s->n;
     if (like_llama(c, w)) return false;
     if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
 
-    // x += attention(norm(x))
+    // x += attention(norm(x)), with a recurrent mixer in its place or beside it
     if (w->n_kv || w->mixer) {   // Nemotron-H: a layer has attention or an FFN
         each_row(s, norm_more_row, &w->attn_norm, n);
-        mix_tokens(s);
+        if (w->k_b.data) latent_attention(s);
+        else if (w->n_kv) attention_more(s);
+        if (w->n_kv && w->mixer) each_row(s, add_more_row, &none, n);   // out has room for one
+        if (w->mixer) recurrent(s);
         // GPT-NeoX: side by side with attention, the FFN reads the stream as it was
         if (w->side_by_side && w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
         each_row(s, add_more_row, &w->attn_post_norm, n);
@@ -2984,8 +2978,7 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
     bool sigmoid = c->gating == SIGMOID;
     for (int e = 1; e < n_expert; e++) top = fmaxf(top, p[e]);
     for (int e = 0; e < n_expert; e++) {
-        if (sigmoid) p[e] = 1 / (1 + expf(-p[e]));
-        else p[e] = expf(p[e] - top);
+        p[e] = sigmoid ? 1 / (1 + expf(-p[e])) : expf(p[e] - top);
         all += p[e];
     }
     for (int e = 0; e < n_expert; e++) {
@@ -3294,15 +3287,10 @@ static HeadInputs head_inputs(const Session *s, const Layer *w, int h, int t) {
     const Config *c = &s->m->config;
     int key = c->key_tiled ? h % c->n_key : h / (c->n_value / c->n_key);   // the key head
     size_t keys = c->n_key * c->dk, values = c->n_value * c->dv;   // floats of all heads
-    size_t q = 0, k = keys, v = 2 * keys;   // where those of all heads begin
-    if (w->mixer == MIX_SPACE) {
-        q = values + keys;
-        k = values;
-        v = 0;
-    }
-    const float *mix = s->mix + (size_t)t * w->conv_in.rows;
-    return (HeadInputs){mix + q + key * c->dk, mix + k + key * c->dk, mix + v + h * c->dv,
-                        w->conv_in.rows};
+    size_t step = w->conv_in.rows;
+    const float *all = s->mix + t * step, *k = all + key * c->dk, *v = all + h * c->dv;
+    if (w->mixer == MIX_SPACE) return (HeadInputs){k + values + keys, k + values, v, step};
+    return (HeadInputs){k, k + keys, v + 2 * keys, step};
 }
 
 typedef struct { size_t i; float *state; int t, end; } Strip;   // its number; tokens t .. end-1
@@ -3607,16 +3595,6 @@ static void latent_attention(Session *s) {
     product(s, &w->o, s->mix, s->out);
 }
 
-// Tokens look at each other by latent attention, by a memory of fixed size, or by attention and a
-// memory side by side. s->out has room for one result only, so attention's is added here.
-static void mix_tokens(Session *s) {
-    const Layer *w = &s->m->layers[s->l];
-    if (w->k_b.data) latent_attention(s);
-    else if (w->n_kv) attention_more(s);
-    if (w->n_kv && w->mixer) each_row(s, add_more_row, &(Norm){0}, s->n);
-    if (w->mixer) recurrent(s);
-}
-
 // ---- 21. borrowed caches, an input for each layer (Gemma 4) ----
 //
 // The last layers have no keys and values: each reads the cache of the last layer before them that
@@ -3677,8 +3655,7 @@ static void make_layer_inputs(Session *s) {
 }
 
 static void layer_input_row(Session *s, const void *arg, size_t i) {   // act(Gate x) * e
-    const Config *c = &s->m->config;
-    (void)arg;
+    const Config *c = arg;
     int p = c->per_layer;
     float *gate = s->gate + i * p;
     activate(gate, gate, s->inputs + (i * c->n_layer + s->l) * p, p, c->act);
@@ -3687,7 +3664,7 @@ static void layer_input_row(Session *s, const void *arg, size_t i) {   // act(Ga
 static void add_layer_input(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     product(s, &w->input_gate, s->x, s->gate);
-    each_row(s, layer_input_row, NULL, s->n);
+    each_row(s, layer_input_row, &s->m->config, s->n);
     product(s, &w->input_proj, s->gate, s->out);
     each_row(s, add_more_row, &w->input_norm, s->n);
 }
@@ -3741,14 +3718,13 @@ static float *state_at(const Session *s, int pos) {   // there is room for those
 
 static void keep_state_row(Session *s, const void *arg, size_t i) {
     const Config *c = &s->m->config;
-    (void)arg;
     const float *x = s->x + i * c->dim;
     if (c->nextn_raw) memcpy(state_at(s, s->pos + i), x, c->dim * sizeof *x);
-    else norm(state_at(s, s->pos + i), x, c->dim, &s->m->out_norm, c->norm, c->eps);
+    else norm(state_at(s, s->pos + i), x, c->dim, arg, c->norm, c->eps);
 }
 
 static void keep_states(Session *s) {
-    if (s->n_cache > s->m->config.n_layer) each_row(s, keep_state_row, NULL, s->n);
+    if (s->n_cache > s->m->config.n_layer) each_row(s, keep_state_row, &s->m->out_norm, s->n);
 }
 
 static void pair_row(Session *s, const void *arg, size_t i) {   // to s->normed and behind it s->out
@@ -3807,9 +3783,8 @@ static int32_t nextn_best(Session *s, double *chance) {
 
 // ---- 23. memory ----
 
-// An arena hands out buffers from one stretch of memory; without memory (base NULL) it only counts
-// their bytes. Where a plan sets `used` back, buffers that never live together share bytes; `peak`
-// is the most in use.
+// Takes count * size bytes; without memory (base NULL) only counts them. Where a plan sets `used`
+// back, buffers that never live together share bytes.
 static void *arena_take(Arena *a, uint64_t count, uint64_t size) {
     uint64_t at = a->used;
     a->used += (count * size + 63) / 64 * 64;
@@ -3892,8 +3867,8 @@ static void copy_states(Session *s, float *to, const float *from) {
     if (bytes && !gpu_copy(s, to, from, bytes)) memcpy(to, from, bytes);
 }
 
-// Returns the most scratch that matmul and attention take, by a dry run: if the arena only counts,
-// forward touches no data. It runs twice, because a few tokens and a chunk take different ways.
+// Returns the most scratch that matmul and attention take, by dry runs: a few tokens and a chunk
+// take different ways.
 static uint64_t count_op_scratch(Session *s) {
     int counts[] = {s->o.chunk < FEW ? s->o.chunk : FEW, s->o.chunk};
     s->op_scratch = (Arena){0};
@@ -3955,8 +3930,8 @@ static void plan_scratch(Session *s, Arena *a) {
     s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
 }
 
-// Runs a plan to learn the size, and again to place the buffers, in whole pages, which a GPU can
-// share and the system zeroes at the first touch. what: names them, and what to try if it fails.
+// Places a plan's buffers in whole pages, which a GPU can share and the system zeroes at the first
+// touch. what: names them, and what to try if it fails.
 static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e) {
     Arena a = {0};
     plan(s, &a);
@@ -3978,26 +3953,21 @@ static void limit_options(Session *s) {
     if (s->o.draft > 0 && s->o.chunk != 1) s->n_cache += c->n_nextn;
 }
 
-// Does every layer still hold all rows that a query at p sees?
-static bool rows_resident(const Session *s, int p) {
-    for (int l = 0; l < s->m->config.n_layer; l++) {
-        const Cache *cache = &s->cache[l];
-        for (int i = 0; cache->rows && i < p; i++) {
-            bool seen = p - i < cache->window || i < cache->keep;
-            if (seen && cache->pos[cache_row(cache, i)] != i) return false;
-        }
-    }
-    return true;
-}
-
 // In a model that is not causal all depends on later tokens, too, and nothing can be reused. A
-// recurrent model goes back to its snapshot, which stands before the last token of a prompt.
+// recurrent model goes back to its snapshot. Caches must still hold the rows that a query at p sees.
 static int reusable(const Session *s, int p) {
     if (!s->m->config.causal) return 0;
     if (p == (int)s->history.n) return p;   // the history goes on
     if (s->n_recurrent && (s->saved_pos < 0 || s->saved_pos > p)) return 0;
     if (s->n_recurrent) p = s->saved_pos;
-    return rows_resident(s, p) ? p : 0;
+    for (int l = 0; l < s->m->config.n_layer; l++) {
+        const Cache *cache = &s->cache[l];
+        for (int i = 0; cache->rows && i < p; i++) {
+            bool seen = p - i < cache->window || i < cache->keep;
+            if (seen && cache->pos[cache_row(cache, i)] != i) return 0;
+        }
+    }
+    return p;
 }
 
 // The states of recurrent layers cannot be cut back: they are cleared, or become the snapshot,
@@ -4015,8 +3985,7 @@ static void forget_more(Session *s, int p) {
 }
 
 // How many of the `left` tokens from pos on are the next chunk? In Llama 4 it ends where a span
-// ends. In recurrent models the last token of a prompt runs alone, after the snapshot: another
-// answer then costs one token.
+// ends. After a snapshot the last token of a prompt runs alone: so another answer costs one token.
 static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
     int span = s->m->config.span, most = s->o.chunk;
     if (span) most = smaller(most, span - pos % span);
