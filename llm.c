@@ -1149,7 +1149,6 @@ typedef struct {               // a metadata entry
     uint64_t n;                // how many values
     const uint8_t *v, *end;    // their bytes
     bool used;                 // loading has asked for it
-    int n_layer;               // the file's, if the array has a value for each and more; or 0
 } Meta;
 
 typedef struct {
@@ -1823,7 +1822,6 @@ static double load_number(Loader *ld, const char *key, double otherwise) {
     uint64_t i = array && ld->l > 0 ? ld->l : 0;
     uint64_t n_layer = blocks && blocks->n ? meta_int(blocks, 0) : 0;
     bool shorter = each && v->n + ld->hints.n_layer_mtp < n_layer, longer = each && v->n > n_layer;
-    if (longer) v->n_layer = n_layer;
     if (shorter || (longer && !pattern))
         refuse(ld, "key %.*s has %llu values for %llu layers", STR_ARG(v->key),
                (unsigned long long)v->n, (unsigned long long)n_layer);
@@ -1842,10 +1840,10 @@ static void load_keys(Loader *ld, Layer *layer) {
     for (const Key *k = KEYS; k < KEYS + COUNT(KEYS) && ld->ok; k++) {
         const char *behind = find_str(arch, k->archs);
         bool required = behind && *behind == '*';
-        if (k->by_layer != (layer != NULL)) continue;
-        bool scores = ld->arch->flags & YARN_SCORES && strstr(k->key, "rope.scal");
-        if (ld->arch->flags & ROPE_FIXED && strstr(k->key, "rope.") && !scores) continue;
-        if (!behind && !find_str(all, k->archs)) continue;
+        bool read = behind || find_str(all, k->archs), scaling = strstr(k->key, "rope.scal");
+        if (!read || k->by_layer != (layer != NULL)) continue;
+        bool fixed = ld->arch->flags & ROPE_FIXED && !(ld->arch->flags & YARN_SCORES && scaling);
+        if (fixed && strstr(k->key, "rope.")) continue;
         void *field = (char *)place[k->place] + k->at;
         double x = 0;
         if (k->type == INT) x = *(int *)field;
@@ -1972,7 +1970,7 @@ static void load_experts(Loader *ld, Layer *w), load_inputs(Loader *ld, Layer *w
 static bool load_recurrent(Loader *ld, Layer *w), load_source(Loader *ld, Layer *w);
 static void load_latent(Loader *ld, Layer *w), derive_latent(Config *c, uint64_t flags);
 
-typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
+typedef struct { const char *name; int rows; Matrix *w; } Slice;   // of a fused tensor; "!": never alone
 
 // Loads matrices, or n of each, of the same input: rows of tensor `name`, or tensors of their own.
 // Rows of `name` may have biases under the names of their own tensors.
@@ -3038,9 +3036,8 @@ static void add_expert(Session *s, ExpertCall *call, int e, int n) {   // with n
     call->rows += n;
 }
 
-// Counts the scratch of experts. No choice needs more than this: one expert has `limit` tokens, and
-// each other one FEW + 1, the number at which the padding of a tile is largest. (arena_take asserts
-// it.)
+// Counts the scratch of experts. This bounds every choice: one expert has `limit` tokens, and every
+// other FEW + 1, the count at which the padding of a tile is largest. (arena_take asserts it.)
 static void count_experts(Session *s, int limit) {
     ExpertCall call = {0};
     int others = limit > FEW ? FEW + 1 : limit, most = limit + others * (limit - 1);
@@ -3125,8 +3122,8 @@ enum { CONV_CHANNELS = 64 };   // that one call takes
 // LFM2 has gates in place of SiLU. s->mix holds the last `past` rows before the chunk, from the
 // cache, and behind them the chunk's rows. So the inputs of token t are rows t .. t + past, and its
 // result can take the place of row t, because no later token reads that row. The cache then keeps
-// the last `past` rows before the chunk's guesses, and the guesses' rows: if some of these stood,
-// the next pass begins to read that many rows later.
+// the `past` rows before the chunk's guesses (of its n tokens `sure` are none), and their own rows:
+// if some `stood`, the next pass begins to read that many rows later.
 static void delta_conv(Session *s, const void *arg, size_t call) {
     const Layer *w = arg;
     size_t channels = w->conv_in.rows, at = call * CONV_CHANNELS;   // first channel
@@ -3287,10 +3284,11 @@ static HeadInputs head_inputs(const Session *s, const Layer *w, int h, int t) {
     const Config *c = &s->m->config;
     int key = c->key_tiled ? h % c->n_key : h / (c->n_value / c->n_key);   // the key head
     size_t keys = c->n_key * c->dk, values = c->n_value * c->dv;   // floats of all heads
-    size_t step = w->conv_in.rows;
-    const float *all = s->mix + t * step, *k = all + key * c->dk, *v = all + h * c->dv;
-    if (w->mixer == MIX_SPACE) return (HeadInputs){k + values + keys, k + values, v, step};
-    return (HeadInputs){k, k + keys, v + 2 * keys, step};
+    size_t at = key * c->dk, at_v = h * c->dv, step = w->conv_in.rows;   // the head's, among all
+    const float *row = s->mix + t * step, *behind = row + values;
+    if (w->mixer == MIX_SPACE)
+        return (HeadInputs){behind + keys + at, behind + at, row + at_v, step};
+    return (HeadInputs){row + at, row + keys + at, row + 2 * keys + at_v, step};
 }
 
 typedef struct { size_t i; float *state; int t, end; } Strip;   // its number; tokens t .. end-1
@@ -3801,8 +3799,7 @@ static size_t best_parts(size_t n) { return (n + BEST_IDS - 1) / BEST_IDS; }   /
 typedef struct { uint64_t q, k, v, att, mix, z, ff, squeezed; } Widths;
 
 static void widen(Widths *most, const Layer *w) {   // so that layer w fits
-    size_t heads = (size_t)w->n_head * w->hd;
-    size_t gates = gates_in_q(w) ? heads : 0;
+    size_t heads = (size_t)w->n_head * w->hd, gates = gates_in_q(w) ? heads : 0;
     most->q = larger(most->q, heads);
     most->k = larger(most->k, w->k.rows);
     most->v = larger(most->v, w->v.rows);
@@ -3954,7 +3951,7 @@ static void limit_options(Session *s) {
 }
 
 // In a model that is not causal all depends on later tokens, too, and nothing can be reused. A
-// recurrent model goes back to its snapshot. Caches must still hold the rows that a query at p sees.
+// recurrent model goes back to its snapshot. Caches must hold all rows that a query at p sees.
 static int reusable(const Session *s, int p) {
     if (!s->m->config.causal) return 0;
     if (p == (int)s->history.n) return p;   // the history goes on
@@ -9488,12 +9485,14 @@ static bool key_matters(const Meta *v, const char *arch, float base) {   // base
 
 // Notes each key that matters and that no code has read, and patterns longer than all layers.
 static void print_unread(const Model *m) {
-    char arch[110];
+    char arch[110], count[128];
     snprintf(arch, sizeof arch, "%.*s.", STR_ARG(gguf_str(m->gguf, "general.architecture")));
+    snprintf(count, sizeof count, "%sblock_count", arch);
+    uint64_t n_layer = gguf_int(m->gguf, count, 0);
     for (const Meta *v = m->gguf->meta; v < m->gguf->meta + m->gguf->n_meta; v++) {
-        if (v->n_layer)
+        if (v->used && v->n > n_layer && memmem(v->key.s, v->key.n, "_pattern", 8))
             note("key %.*s has %llu values for %d layers", STR_ARG(v->key),
-                 (unsigned long long)v->n, v->n_layer);
+                 (unsigned long long)v->n, (int)n_layer);
         if (!v->used && key_matters(v, arch, m->config.rope_base[FULL]))
             note("key %.*s is not used", STR_ARG(v->key));
     }
