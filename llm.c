@@ -1970,7 +1970,7 @@ static void load_experts(Loader *ld, Layer *w), load_inputs(Loader *ld, Layer *w
 static bool load_recurrent(Loader *ld, Layer *w), load_source(Loader *ld, Layer *w);
 static void load_latent(Loader *ld, Layer *w), derive_latent(Config *c, uint64_t flags);
 
-typedef struct { const char *name; int rows; Matrix *w; } Slice;   // of a fused tensor; "!": never alone
+typedef struct { const char *name; int rows; Matrix *w; } Slice;   // "!": only in a fused tensor
 
 // Loads matrices, or n of each, of the same input: rows of tensor `name`, or tensors of their own.
 // Rows of `name` may have biases under the names of their own tensors.
