@@ -2696,7 +2696,7 @@ static void norm_heads(const Session *s, float *q, float *k) {
     if (w->k_norm.n) norm(k, k, w->k.rows, &w->k_norm, c->norm, c->eps);
 }
 
-static void heads_row(Session *s, const void *arg, size_t i) {   // all up to the cache
+static void heads_row(Session *s, const void *arg, size_t i) {   // from the products to the cache
     const Config *c = &s->m->config;
     const Layer *w = arg;
     int n_q = w->n_head * w->hd, n_k = w->k.rows, n_v = w->v.rows;
@@ -2765,12 +2765,12 @@ static void gate_row(Session *s, const void *arg, size_t i) {
         for (int j = 0; j < width; j++) x[j] *= z[gates > 1 ? j : 0];
 }
 
-// Makes those of k products of the chunk whose matrix there is.
-static void products(Session *s, const Matmul *of, int k) {
+// Makes those of k products whose matrix the layer has.
+static void products(Session *s, const Matmul *all, int k) {
     Matmul jobs[8];
     int n = 0;
     for (int i = 0; i < k; i++)
-        if (of[i].w->data) jobs[n++] = of[i];
+        if (all[i].w->data) jobs[n++] = all[i];
     matmul(s->pool, &s->op_scratch, jobs, n);
 }
 
@@ -2871,7 +2871,7 @@ static bool other_layer(Session *s) {
         each_row(s, norm_more_row, &w->attn_norm, n);
         if (w->k_b.data) latent_attention(s);
         else if (w->n_kv) attention_more(s);
-        if (w->n_kv && w->mixer) each_row(s, add_more_row, &none, n);   // out has room for one
+        if (w->n_kv && w->mixer) each_row(s, add_more_row, &none, n);   // out is for one result
         if (w->mixer) recurrent(s);
         // GPT-NeoX: side by side with attention, the FFN reads the stream as it was
         if (w->side_by_side && w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
@@ -3122,8 +3122,8 @@ enum { CONV_CHANNELS = 64 };   // that one call takes
 // LFM2 has gates in place of SiLU. s->mix holds the last `past` rows before the chunk, from the
 // cache, and behind them the chunk's rows. So the inputs of token t are rows t .. t + past, and its
 // result can take the place of row t, because no later token reads that row. The cache then keeps
-// the `past` rows before the chunk's guesses (of its n tokens `sure` are none), and their own rows:
-// if some `stood`, the next pass begins to read that many rows later.
+// the `past` rows before the chunk's guesses, which follow `sure` other tokens, and the guesses'
+// rows: if some of these stood, the next pass begins to read that many rows later (`stood`).
 static void delta_conv(Session *s, const void *arg, size_t call) {
     const Layer *w = arg;
     size_t channels = w->conv_in.rows, at = call * CONV_CHANNELS;   // first channel

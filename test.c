@@ -1271,9 +1271,8 @@ static const Odd WHOLE[] = {
     {{"llama", 1, "", ""}, {NULL, RENAME, "blk.0.attn_output.weight",
                             .text = "blk.0.attn_out.weight"}},   // Ollama's name
     {{"gemma3", 1, "tk", WINDOW_KEYS "attention.sliding_window_pattern=1,1"}, {NULL}},
-    {{"glm4moelite", 2, "cq", "attention.kv_lora_rank=20 rope.dimension_count=8 "
-      "attention.key_length=16 attention.key_length_mla=28 attention.value_length_mla=20"},
-     {NULL}},   // of a head, of the latent row: other files have it the other way round
+    {{"glm4moelite", 2, "cq", LATENT_KEYS "attention.key_length_mla=28 "   // of the latent row:
+      "attention.value_length_mla=20"}, {NULL}},   // other files have it the other way round
     {{"cogvlm", 1, "f", ""}, {NULL, NEW_TENSOR, "blk.0.vis_attn_qkv.weight", 8}},
     {{"mamba2", 2, "MZY", SPACE_KEYS}, {NULL}},   // with a feed_forward_length, no FFN
     {NEXTN, {"blk.3.nextn.eh_proj.weight: no part", NEW_TENSOR, "blk.3.nextn.eh_proj.weight", 8}},
@@ -1545,10 +1544,9 @@ static void test_positions(void) {
         alibi_slopes(slope, n, 8);
         for (int h = 0; h < n; h++) CHECK(slope[h] == want[h], "%d heads: %g", n, slope[h]);
     }
-    for (int i = 0; i < 2; i++) {   // as llama.cpp's graph of both does
-        Shape experts = {i ? "minicpm" : "granite", 1, "xT", EXPERT_KEYS "logit_scale=1."};
-        CHECK(random_model(&experts)->config.weights_normed, "%s", experts.arch);
-    }
+    EACH_WORD(arch, "minicpm granite", " ")   // as llama.cpp's graph of both does
+        CHECK(random_model(&(Shape){arch, 1, "xT", EXPERT_KEYS "logit_scale=1."})
+              ->config.weights_normed, "%s", arch);
     Shape lfm2 = {"lfm2", 2, "HCkNQ", WINDOW_KEYS "shortconv.l_cache=3"};
     CHECK(random_model(&lfm2)->layers[1].window == 9, "lfm2 has no window");
     // of eight pairs some stand still, as in llama.cpp
