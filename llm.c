@@ -1470,7 +1470,7 @@ typedef struct {
     uint8_t n_layer;           // the row is for models of this many layers; 0: for any
 } Arch;
 
-static const Arch ARCHS[] = {   // the first row with the file's name and n_layer counts
+static const Arch ARCHS[] = {   // the first row with a file's name and number of layers is taken
     {"llama* mistral3* ernie4_5-moe", .c = {.rope = ROPE_PAIRS, .weights_normed = true}},
     {"llama4*", .c = {.rope = ROPE_PAIRS, .span = 8192, .window = 8192, .gating = SIGMOID,
      .qk_norm_late = true, .inputs_weighed = true, .sharpen_scale = 0.1f, .sharpen_length = 8192},
@@ -2002,8 +2002,9 @@ static void load_attention(Loader *ld, Layer *w) {
     // Gemma 4: layers without attn_v use their keys, before the norm, as values
     if (c->values_normed && !find_tensor(ld, "attn_v", ".weight")) v_name = k_name;
     // only q's size tells that a model has gates: a head's rows are its query, then its gate
-    if (!(ld->arch->flags & GATE) && first && w->hd == w->vd &&
-        first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;
+    int others = fused ? k + v : 0;
+    bool gates = first && first->ne[1] == 2 * q + others && w->hd == w->vd;
+    if (gates && !(ld->arch->flags & GATE)) q *= 2;
     load_fused(ld, "attn_qkv", c->dim, 1,
                (Slice[]){{"!attn_q", q, &w->q}, {k_name, k, &w->k}, {v_name, v, &w->v}}, 3);
     if (borrows) w->k = w->v = (Matrix){0};
@@ -2185,7 +2186,7 @@ static void check_neighbours(Loader *ld, int l, const char *name) {
     }
 }
 
-// Tensors whose names begin so do not run: for images, sound, rerankers or further tokens.
+// Tensors whose names begin with one of these do not run: of images, sound, rerankers, MTP.
 static const char *const IDLE_TENSORS[] = {"v.", "mm.", "a.", "s.", "cls.", "mtp.",
                                            "model.vision_tower.", "model.audio_tower."};
 
@@ -2607,7 +2608,7 @@ static void clamp(float *x, int64_t n, float limit) {
 // ARCHS and print_info; for a GPU in NUMBERS_OF_LLM and activation of kernels.metal; in
 // reference_activation of test.c. Asserts and tests ask for what is missing.
 
-// Returns x * sigmoid(z), where z is x in SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) in GELU.
+// ReLU, its square, or x * sigmoid(z); z is x in SiLU, 2 sqrt(2 / pi) (x + 0.044715 x^3) in GELU.
 INLINE float activation_of(float x, int act) {
     if (act == ACT_RELU2) return x < 0 ? 0 : x * x;
     if (act == ACT_RELU) return x < 0 ? 0 : x;
@@ -3750,8 +3751,8 @@ static void nextn_forward(Session *s, int block, const int32_t *ids, int n, int 
     forward_layer(s);
 }
 
-// Tokens below `end` that have not passed the blocks do, from s->nextn_pos on: before states would
-// be overwritten, and when a guess is wanted. The first block is the last to run.
+// Runs the blocks for the tokens below `end` that they have not seen, from s->nextn_pos on: before
+// states would be overwritten, and when a guess is wanted. The first block is the last to run.
 static void nextn_follow(Session *s, const int32_t *ids, int end) {
     int pos = s->nextn_pos, block = s->n_cache - s->m->config.n_layer;
     if (pos >= end) return;

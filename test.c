@@ -2077,7 +2077,6 @@ static const Shape SHAPES[] = {
     {"deci", 6, "4", "attention.head_count=4,0,0,4,0,0 attention.head_count_kv=2,0,0,2,0,0 "
      "feed_forward_length=48,48,0,48,48,0"}, {"nanbeige", 3, "T", "num_loops=2"},
     {"smallthinker", 5, "xT", EXPERT_KEYS WINDOW_KEYS "expert_gating_func=2"},
-    {"smallthinker", 4, "x", EXPERT_KEYS WINDOW_KEYS "expert_gating_func=1"},
     {"apertus", 3, "kg", XIELU_KEYS},
 };
 
