@@ -1062,11 +1062,10 @@ API bool session_generate(Session *s, const int32_t *ids, int n, int n_predict, 
 // ==== Part II: the file =========================================================================
 //
 // In: the path of a file. Out: a Model, most of whose weights point into the mapped file, or one
-// line that says what is wrong. Read ARCHS and KEYS first (section 12): these two tables, and which
-// tensors a file has, say what a model is. Section 11 reads the file's lists of keys and tensors.
-// Section 13 fills Config and each Layer from them: model_load, weights_load, load_layer. Load_
-// functions of Part III load what only other families have. A caller that prefixes an inner
-// function's message passes it a separate Error, `why`.
+// line that says what is wrong. Read ARCHS and KEYS first (section 12). Section 11 reads the file's
+// lists of keys and tensors. Section 13 fills Config and each Layer from them: model_load,
+// weights_load, load_layer. Load_ functions of Part III load what only other families have. A
+// caller that prefixes an inner function's message passes it a separate Error, `why`.
 
 #include <errno.h>             // what Part I does not need
 #include <fcntl.h>
@@ -1153,7 +1152,6 @@ typedef struct {               // a metadata entry
     uint64_t n;                // how many values
     const uint8_t *v, *end;    // their bytes
     bool used;                 // loading has asked for it
-    int n_layer;               // the file's, if the array has a value for each and more; or 0
 } Meta;
 
 typedef struct {
@@ -1359,9 +1357,9 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
             return fail(e, "key %.*s: %s", STR_ARG(m[k].key), why.text);
     if (!sort_names(m, n_meta, sizeof *m, "key", e)) return false;
     Gguf part = {.meta = m, .n_meta = n_meta};
-    int64_t align = gguf_int(&part, "general.alignment", 32), no = gguf_int(&part, "split.no", i);
-    const Meta *said = gguf_find(&part, "general.alignment");
-    if (said && !gguf_size[said->type]) align = 0;   // no number
+    bool said = gguf_find(&part, "general.alignment");
+    int64_t align = gguf_int(&part, "general.alignment", said ? 0 : 32);   // 0: it is no number
+    int64_t no = gguf_int(&part, "split.no", i);
     if (align < 8 || align > 1 << 20 || (align & (align - 1)))
         return fail(e, "general.alignment is %.0f, want a power of two from 8 on", (double)align);
     if (no != i)
@@ -1371,20 +1369,18 @@ static bool gguf_read(Gguf *g, const Map *map, int i, Error *e) {
         if (!read_tensor(&in, &t[k], align, &why))
             return fail(e, "tensor %.*s: %s", STR_ARG(t[k].name), why.text);
     size_t start = (in.p - map->base + align - 1) / align * align;   // where the data begin
-    // a tensor that does not begin where the one before it ends shows that we misread that one
     if (n_tensors && t->offset) return fail(e, "tensor %.*s: not at offset 0", STR_ARG(t->name));
-    for (const Tensor *a = t, *b = t + 1; b < t + n_tensors; a++, b++) {
-        double room = (double)b->offset - a->offset, size = tensor_bytes(a);
-        if (ceil(size / align) * align != room)
+    for (Tensor *a = t; a < t + n_tensors; a++) {
+        double size = tensor_bytes(a), room = fmax(0, (double)map->size - start - a->offset);
+        double padded = ceil(size / align) * align, gap = padded;   // to the next tensor
+        if (a + 1 < t + n_tensors) gap = (double)a[1].offset - a->offset;
+        if (gap != padded)   // we misread this one
             return fail(e, "tensor %.*s: %.0f bytes of %s, but the offset of %.*s leaves it %.0f",
-                        STR_ARG(a->name), size, quant_name(a->type), STR_ARG(b->name), room);
-    }
-    for (size_t k = 0; k < n_tensors; k++) {
-        double size = tensor_bytes(&t[k]), room = fmax(0, (double)map->size - start - t[k].offset);
+                        STR_ARG(a->name), size, quant_name(a->type), STR_ARG(a[1].name), gap);
         if (size > room)
             return fail(e, "tensor %.*s: %.0f bytes, the file has %.0f: is it truncated?",
-                        STR_ARG(t[k].name), size, room);
-        t[k].data = map->base + start + t[k].offset;
+                        STR_ARG(a->name), size, room);
+        a->data = map->base + start + a->offset;
     }
     g->n_tensors += n_tensors;
     if (i == 0) g->n_meta = n_meta;
@@ -1421,10 +1417,9 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 
 // ---- 12. architectures ----
 //
-// Two tables and a file's tensors say what a model is. A row of ARCHS says how an architecture
-// differs from a plain Llama. A row of KEYS is a number that files give, with the architectures
-// that read it. The tensors of a file say the rest (biases, QK norms, post-norms, fused QKV or
-// gate-up, experts, sinks, tied output).
+// Two tables and a file's tensors say what a model is. A row of ARCHS has what an architecture sets
+// in Config. A row of KEYS is a number that files give, with the architectures that read it. The
+// tensors say the rest (biases, norms of queries and keys, fused QKV, experts, sinks, tied output).
 //
 // To add an architecture:
 //   1. Read the values off its reference implementation. Add its name to a row of ARCHS that has
@@ -1461,13 +1456,12 @@ enum {   // what only loading needs to know
     MAY_BE_PARALLEL = 1 << 11,    // without a norm before it the FFN reads what attention reads
     GATE = 1 << 12,               // attention has gates in a tensor of its own
     ROPE_FIXED = 1 << 13,         // all of a head turns, base 10000, unscaled, whatever a file says
-    FF_BOTH = 1 << 14,            // feed_forward_length counts gate and up
-    HALF_ROTATED = 1 << 15,       // layers that see all rotate half of rope.dimension_count
-    QK_NORM_BARE = 1 << 16,       // QK norm without weights in layers with RoPE
-    WINDOW_SET = 1 << 17,         // a window is 4096, whatever the file says
-    SHARED_AVERAGED = 1 << 18,    // the mean of experts and shared expert is taken, not the sum
-    FFN_OR_NOTHING = 1 << 19,     // a layer without an FFN is empty
-    YARN_LOG = 1 << 20,           // YARN_SCORES, and YaRN with a yarn_log leaves the cosines alone
+    HALF_ROTATED = 1 << 14,       // layers that see all rotate half of rope.dimension_count
+    QK_NORM_BARE = 1 << 15,       // QK norm without weights in layers with RoPE
+    WINDOW_SET = 1 << 16,         // a window is 4096, whatever the file says
+    SHARED_AVERAGED = 1 << 17,    // the mean of experts and shared expert is taken, not the sum
+    FFN_OR_NOTHING = 1 << 18,     // a layer without an FFN is empty
+    YARN_LOG = 1 << 19,           // YARN_SCORES, and YaRN with a yarn_log leaves the cosines alone
 };
 
 typedef struct {
@@ -1479,7 +1473,7 @@ typedef struct {
     uint8_t n_layer;           // the row is for models of this many layers; 0: for any
 } Arch;
 
-static const Arch ARCHS[] = {   // the first row with the file's name and n_layer counts
+static const Arch ARCHS[] = {   // the first row with a file's name and number of layers is taken
     {"llama* mistral3* ernie4_5-moe", .c = {.rope = ROPE_PAIRS, .weights_normed = true}},
     {"llama4*", .c = {.rope = ROPE_PAIRS, .span = 8192, .window = 8192, .gating = SIGMOID,
      .qk_norm_late = true, .inputs_weighed = true, .sharpen_scale = 0.1f, .sharpen_length = 8192},
@@ -1489,7 +1483,6 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
     {"cogvlm", .flags = ROPE_FIXED},
     {"deepseek2-ocr", .flags = ROPE_FIXED | YARN_SCORES},
     {"eurobert", .flags = BOTH_WAYS},
-    {"qwen", .flags = FF_BOTH},
     {"plamo3", .c = {.rope_base[WINDOWED] = 10000, .local_unscaled = true}, .period = 8},
     {"muse-glimmer*", .c = {.rope = ROPE_PAIRS, .embd_normed = true, .local_unscaled = true,
      .logit_cap = 30}, .flags = GATE | LOCAL_ROPE, .period = 4},
@@ -1526,13 +1519,11 @@ static const Arch ARCHS[] = {   // the first row with the file's name and n_laye
      .flags = LOCAL_ROPE | FULL_FIRST | MAY_BE_PARALLEL | SHARED_AVERAGED, .period = 4},
     {"exaone4", .c = {.window = 4096}, .flags = LOCAL_ROPE, .period = 4, .n_layer = 64},
     {"phi3* qwen2* qwen3* bailingmoe2 exaone exaone4 falcon-h1* olmoe openelm paddleocr "
-     "pangu-embedded qwen2moe qwen2vl seed_oss", .flags = 0},   // as a Llama, but on halves
+     "pangu-embedded qwen qwen2moe qwen2vl seed_oss", .flags = 0},   // as a Llama, but on halves
     {"plamo", .flags = MAY_BE_PARALLEL},
     {"qwen3vl", .c = {.sections_mixed = true}},
     {"glm4moe* dots1 hy_v3", .c = {.gating = SIGMOID}},
     {"exaone-moe", .flags = LOCAL_ROPE, .period = 4},
-    {"smallthinker", .c = {.act = ACT_RELU, .weights_normed = true, .routed_first = true},
-     .flags = FULL_FIRST | WINDOW_SET, .period = 4, .n_layer = 4},
     {"smallthinker*", .c = {.act = ACT_RELU, .weights_normed = true, .routed_first = true},
      .flags = FULL_FIRST | WINDOW_SET | LOCAL_ROPE, .period = 4},
     {"maple*", .c = {.weights_normed = true, .limit_first = true},
@@ -1694,8 +1685,6 @@ static const Key KEYS[] = {
     {"swiglu_clamp_shexp", REAL, LAYER(limit_ffn), ANY, "bailingmoe3 step35"},
     {"attention.temperature_scale", REAL, CONFIG(sharpen_scale), ANY,
      "mistral3 deepseek2 mistral4"},
-    // Ollama's name
-    {"rope.scaling_beta", REAL, CONFIG(sharpen_scale), ANY, "mistral3 deepseek2 mistral4"},
     {"attention.temperature_length", INT, CONFIG(sharpen_length), 0, INT_MAX, "deepseek2 mistral4"},
     {"use_parallel_residual", BOOL, HINT(side_by_side), 0, 1, "gptneox*"},
     {"rope.dimension_count", INT, CONFIG(n_rot[FULL]), -1, 4096, "all"},   // -1: all of a head
@@ -1722,6 +1711,7 @@ static const Key KEYS[] = {
      "mistral3 deepseek2 mistral4 deepseek32"},
     {"rope.scaling.beta_fast", REAL, CONFIG(yarn_fast), ANY, "mistral3"},   // Ollama's names
     {"rope.scaling.beta_slow", REAL, CONFIG(yarn_slow), ANY, "mistral3"},
+    {"rope.scaling_beta", REAL, CONFIG(sharpen_scale), ANY, "mistral3 deepseek2 mistral4"},
     {"rope.scaling.mscale_all_dim", REAL, CONFIG(yarn_log), ANY, "mistral3 deepseek2 mistral4"},
     {"feed_forward_length", INT, LAYER(ff), 0, 1 << 20, "all"},
     {"expert_count", INT, CONFIG(n_expert), 0, MOST_EXPERTS, "all"},
@@ -1830,14 +1820,11 @@ static Meta *arch_meta(const Loader *ld, const char *key) {
 static double load_number(Loader *ld, const char *key, double otherwise) {
     Meta *v = arch_meta(ld, key), *blocks = arch_meta(ld, "block_count");
     if (!v) return otherwise;
-    Str word = {key, strlen(key)};
-    bool array = v->type == GGUF_ARR;
-    bool each = array && (ld->l >= 0 || find_str(word, "attention.head_count"));   // one a layer
-    uint64_t i = array && ld->l > 0 ? ld->l : 0, n_layer = 0;
-    if (blocks && blocks->n) n_layer = meta_int(blocks, 0);
-    bool pattern = find_str(word, "attention.sliding_window_pattern attention.rope_pattern");
+    bool array = v->type == GGUF_ARR, pattern = strstr(key, "_pattern");
+    bool each = array && (ld->l >= 0 || !strcmp(key, "attention.head_count"));   // one a layer
+    uint64_t i = array && ld->l > 0 ? ld->l : 0;
+    uint64_t n_layer = blocks && blocks->n ? meta_int(blocks, 0) : 0;
     bool shorter = each && v->n + ld->hints.n_layer_mtp < n_layer, longer = each && v->n > n_layer;
-    if (longer) v->n_layer = n_layer;
     if (shorter || (longer && !pattern))
         refuse(ld, "key %.*s has %llu values for %llu layers", STR_ARG(v->key),
                (unsigned long long)v->n, (unsigned long long)n_layer);
@@ -1856,10 +1843,10 @@ static void load_keys(Loader *ld, Layer *layer) {
     for (const Key *k = KEYS; k < KEYS + COUNT(KEYS) && ld->ok; k++) {
         const char *behind = find_str(arch, k->archs);
         bool required = behind && *behind == '*';
-        if (k->by_layer != (layer != NULL)) continue;
-        bool scores = ld->arch->flags & YARN_SCORES && strstr(k->key, "rope.scal");
-        if (ld->arch->flags & ROPE_FIXED && strstr(k->key, "rope.") && !scores) continue;
-        if (!behind && !find_str(all, k->archs)) continue;
+        bool read = behind || find_str(all, k->archs), scaling = strstr(k->key, "rope.scal");
+        if (!read || k->by_layer != (layer != NULL)) continue;
+        bool fixed = ld->arch->flags & ROPE_FIXED && !(ld->arch->flags & YARN_SCORES && scaling);
+        if (fixed && strstr(k->key, "rope.")) continue;
         void *field = (char *)place[k->place] + k->at;
         double x = 0;
         if (k->type == INT) x = *(int *)field;
@@ -1986,7 +1973,7 @@ static void load_experts(Loader *ld, Layer *w), load_inputs(Loader *ld, Layer *w
 static bool load_recurrent(Loader *ld, Layer *w), load_source(Loader *ld, Layer *w);
 static void load_latent(Loader *ld, Layer *w), derive_latent(Config *c, uint64_t flags);
 
-typedef struct { const char *name; int rows; Matrix *w; } Slice;   // some rows of a fused tensor
+typedef struct { const char *name; int rows; Matrix *w; } Slice;   // "!": only in a fused tensor
 
 // Loads matrices, or n of each, of the same input: rows of tensor `name`, or tensors of their own.
 // Rows of `name` may have biases under the names of their own tensors.
@@ -2000,17 +1987,6 @@ static void load_fused(Loader *ld, const char *name, int cols, int n, const Slic
         if (all.data && !all.bias)
             p[i].w->bias = load_vector(ld, less_mark(p[i].name), ".bias", (uint64_t)p[i].rows * n);
     }
-}
-
-// Loads the norms of queries and keys. A model has both, or none.
-static void load_qk_norms(Loader *ld, Layer *w) {
-    Norm *q = &w->q_norm, *k = &w->k_norm;
-    *q = load_norm(ld, "attn_q_norm", w->n_head, w->hd);
-    *k = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
-    bool maverick = ld->m->config.n_expert == 128;   // the larger Llama 4 has none
-    if (ld->arch->flags & QK_NORM_BARE && w->rope != ROPE_NONE && !maverick && !q->w)
-        *q = *k = (Norm){.w = scaled(ld, NULL, w->hd, 1), .n = w->hd, .group = w->hd};
-    if (w->k.data && !q->w != !k->w) require(ld, NULL, q->w ? "attn_k_norm" : "attn_q_norm");
 }
 
 // Loads q, k, v and o with their norms, gates and sinks. In: numbers and widths of the heads.
@@ -2029,8 +2005,9 @@ static void load_attention(Loader *ld, Layer *w) {
     // Gemma 4: layers without attn_v use their keys, before the norm, as values
     if (c->values_normed && !find_tensor(ld, "attn_v", ".weight")) v_name = k_name;
     // only q's size tells that a model has gates: a head's rows are its query, then its gate
-    if (!(ld->arch->flags & GATE) && first && w->hd == w->vd &&
-        first->ne[1] == 2 * q + (fused ? k + v : 0)) q *= 2;
+    int others = fused ? k + v : 0;
+    bool gates = first && first->ne[1] == 2 * q + others && w->hd == w->vd;
+    if (gates && !(ld->arch->flags & GATE)) q *= 2;
     load_fused(ld, "attn_qkv", c->dim, 1,
                (Slice[]){{"!attn_q", q, &w->q}, {k_name, k, &w->k}, {v_name, v, &w->v}}, 3);
     if (borrows) w->k = w->v = (Matrix){0};
@@ -2038,7 +2015,13 @@ static void load_attention(Loader *ld, Layer *w) {
     if (c->value_scale != 1) w->o.scale = &c->value_scale;
     w->sinks = load_vector(ld, "attn_sinks", ".weight", w->n_head);
     load_gate(ld, w, w->n_head, w->vd);
-    load_qk_norms(ld, w);
+    w->q_norm = load_norm(ld, "attn_q_norm", w->n_head, w->hd);   // a model has both norms, or none
+    w->k_norm = load_norm(ld, "attn_k_norm", w->n_kv, w->hd);
+    bool maverick = c->n_expert == 128;   // the larger Llama 4 has none
+    if (ld->arch->flags & QK_NORM_BARE && w->rope != ROPE_NONE && !maverick && !w->q_norm.w)
+        w->q_norm = w->k_norm = (Norm){scaled(ld, NULL, w->hd, 1), NULL, w->hd, w->hd, 0};
+    if (w->k.data && !w->q_norm.w != !w->k_norm.w)
+        require(ld, NULL, w->q_norm.w ? "attn_k_norm" : "attn_q_norm");
 }
 
 typedef struct { const char *gate, *up, *down, *both; } FfnNames;   // both: gate and up in one
@@ -2137,8 +2120,6 @@ static void load_layer(Loader *ld, Layer *w) {
     w->source = ld->l;
     load_keys(ld, w);
     load_window(ld, w);
-    if (a->flags & FF_BOTH) w->ff /= 2;
-    if (!strncmp(c->name, "lfm2", 4)) w->ff = 0;   // Ollama's may be wrong; the tensors tell
     const Meta *kv = arch_meta(ld, "attention.head_count_kv");
     bool each_kv = kv && kv->type == GGUF_ARR;   // a 0 in it: no attention; else: n_head
     if (!w->n_kv && !each_kv) w->n_kv = w->n_head;
@@ -2156,11 +2137,12 @@ static void load_layer(Loader *ld, Layer *w) {
     else load_attention(ld, w);
     bool mixes = w->n_kv || w->mixer;
 
-    // the FFN
+    // the FFN: the number of Ollama's LFM2 may be wrong, Qwen's counts gate and up
     Matrix *ffn[] = {&w->gate, &w->up, &w->down};
+    bool unsure = find_str((Str){c->name, strlen(c->name)}, "lfm2 lfm2moe qwen");
     bool dense = (w->ff && !w->mixer) || !mixes || find_tensor(ld, "ffn_up", ".weight");
     if (find_tensor(ld, "ffn_gate_inp", ".weight")) load_experts(ld, w);
-    else if (dense) w->ff = load_ffn(ld, &DENSE_NAMES, c->dim, w->ff, 1, ffn);
+    else if (dense) w->ff = load_ffn(ld, &DENSE_NAMES, c->dim, unsure ? 0 : w->ff, 1, ffn);
     bool feeds = w->up.data;
     if (!mixes) w->ffn_norm = w->attn_norm;   // a layer of one block has one norm
     if (!feeds) w->attn_post_norm = w->ffn_post_norm;
@@ -2207,7 +2189,7 @@ static void check_neighbours(Loader *ld, int l, const char *name) {
     }
 }
 
-// Tensors whose names begin so do not run: for images, sound, rerankers or further tokens.
+// Tensors whose names begin with one of these do not run: of images, sound, rerankers, MTP.
 static const char *const IDLE_TENSORS[] = {"v.", "mm.", "a.", "s.", "cls.", "mtp.",
                                            "model.vision_tower.", "model.audio_tower."};
 
@@ -2507,14 +2489,10 @@ API bool model_open(Model *m, const char *path, Error *e) { return model_load(m,
 // idea, and begins with the load_ function of its tensors. Read experts (16), then the gated delta
 // rule (18), of which the state space is a variation.
 //
-//   14 positions           learned ones, RoPE beyond the texts of training, ALiBi, far queries
-//   15 layers              activations, bounds, damaged values, gates of attention, other_layer
-//   16 experts             in place of the FFN
-//   17 to 19               recurrent mixers: the convolution, the delta rule, the state space
-//   20 latent attention    keys and values are made of one short vector
-//   21 Gemma 4             borrowed caches, an input for each layer
-//   22 further tokens      a block behind the layers guesses them
-//   23 memory              caches, buffers and states, and what a session may reuse of them
+//   14 positions           15 layers: activations, gates of attention, other_layer
+//   16 experts             17 to 19 recurrent mixers: convolution, delta rule, state space
+//   20 latent attention    21 Gemma 4: borrowed caches, an input for each layer
+//   22 further tokens      23 memory, and what a session may reuse of it
 
 // ---- 14. positions ----
 //
@@ -2636,7 +2614,7 @@ static void clamp(float *x, int64_t n, float limit) {
 // ARCHS and print_info; for a GPU in NUMBERS_OF_LLM and activation of kernels.metal; in
 // reference_activation of test.c. Asserts and tests ask for what is missing.
 
-// Returns x * sigmoid(z), where z is x in SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) in GELU.
+// ReLU, its square, or x * sigmoid(z); z is x in SiLU, 2 sqrt(2 / pi) (x + 0.044715 x^3) in GELU.
 INLINE float activation_of(float x, int act) {
     if (act == ACT_RELU2) return x < 0 ? 0 : x * x;
     if (act == ACT_RELU) return x < 0 ? 0 : x;
@@ -2718,43 +2696,29 @@ static void cache_finite(uint16_t *v, int n, uint16_t *key) {
 
 // Before RoPE heads are limited (OLMo) and normed (Qwen 3, Gemma 4), after it normed or sharpened.
 
-static void norm_heads(const Session *s, float *q, int n_head, float *k, int n_kv) {
+static void norm_heads(const Session *s, float *q, float *k) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
-    if (w->q_norm.n) norm(q, q, n_head * w->hd, &w->q_norm, c->norm, c->eps);
-    if (w->k_norm.n) norm(k, k, n_kv * w->hd, &w->k_norm, c->norm, c->eps);
+    if (w->q_norm.n) norm(q, q, w->n_head * w->hd, &w->q_norm, c->norm, c->eps);
+    if (w->k_norm.n) norm(k, k, w->k.rows, &w->k_norm, c->norm, c->eps);
 }
 
-static bool acts_before_rope(const Config *c, const Layer *w) {
-    return (w->q_norm.n && !c->qk_norm_late) || c->clamp_qkv > 0 || c->values_normed;
-}
-
-// one of *arg equal shares of a token's heads: i = token * *arg + share
-static void before_rope_row(Session *s, const void *arg, size_t i) {
+static void heads_row(Session *s, const void *arg, size_t i) {   // from the products to the cache
     const Config *c = &s->m->config;
-    const Layer *w = &s->m->layers[s->l];
-    int shares = *(const int *)arg, n_head = w->n_head / shares, n_kv = w->k.rows / w->hd / shares;
-    float *q = s->q + i * n_head * w->hd, *k = s->k + i * n_kv * w->hd;
-    float *v = s->v + i * n_kv * w->vd;
-    clamp(q, n_head * w->hd, c->clamp_qkv);
-    clamp(k, n_kv * w->hd, c->clamp_qkv);
-    clamp(v, n_kv * w->vd, c->clamp_qkv);
-    if (!c->qk_norm_late) norm_heads(s, q, n_head, k, n_kv);
-    if (c->values_normed) norm(v, v, n_kv * w->vd, &(Norm){.group = w->vd}, NORM_RMS, c->eps);
-}
-
-// If all heads have the same weights, a few tokens' heads are split, so that all threads have work.
-static void before_rope(Session *s) {
-    const Layer *w = &s->m->layers[s->l];
-    const Norm *q = &w->q_norm, *k = &w->k_norm;
-    bool alike = (!q->w || q->n == w->hd) && (!k->w || k->n == w->hd);
-    int shares = s->n <= FEW && alike ? w->n_kv : 1;
-    if (acts_before_rope(&s->m->config, w)) each_row(s, before_rope_row, &shares, s->n * shares);
+    const Layer *w = arg;
+    int n_q = w->n_head * w->hd, n_k = w->k.rows, n_v = w->v.rows;
+    float *q = s->q + i * n_q, *k = s->k + i * n_k, *v = s->v + i * n_v;
+    clamp(q, n_q, c->clamp_qkv);
+    clamp(k, n_k, c->clamp_qkv);
+    clamp(v, n_v, c->clamp_qkv);
+    if (!c->qk_norm_late) norm_heads(s, q, k);
+    if (c->values_normed) norm(v, v, n_v, &(Norm){.group = w->vd}, NORM_RMS, c->eps);
+    qkv_row(s, w, i);
 }
 
 static void after_rope(const Session *s, float *q, float *k, int pos) {
     const Layer *w = &s->m->layers[s->l];
-    if (s->m->config.qk_norm_late) norm_heads(s, q, w->n_head, k, w->k.rows / w->hd);
+    if (s->m->config.qk_norm_late) norm_heads(s, q, k);
     sharpen(s, q, w->n_head * w->hd, pos);
 }
 
@@ -2787,18 +2751,6 @@ static void split_gate_row(Session *s, const void *arg, size_t i) {
 static bool gates_in_q(const Layer *w) { return w->q.rows > w->n_head * w->hd; }
 static bool has_gates(const Layer *w) { return gates_in_q(w) || w->attn_gate.data; }
 
-// Makes q, k and v where there are gates, too, or where a layer borrows a cache and has only q.
-static void project_more(Session *s) {
-    const Layer *w = &s->m->layers[s->l];
-    int n = s->n, jobs = w->k.rows ? 3 : 1;
-    Matmul in[4] = {{&w->q, s->normed, gates_in_q(w) ? s->mix : s->q, n},
-                    {&w->k, s->normed, s->k, n},
-                    {&w->v, s->normed, s->v, n}};
-    if (w->attn_gate.data) in[jobs++] = (Matmul){&w->attn_gate, s->normed, s->z, n};
-    matmul(s->pool, &s->op_scratch, in, jobs);
-    if (gates_in_q(w)) each_row(s, split_gate_row, w, n);
-}
-
 // Loads the matrix of attention's gates, one for each head or for each of its vd values.
 static void load_gate(Loader *ld, Layer *w, int n_head, int vd) {
     if (!(ld->arch->flags & GATE)) return;
@@ -2807,33 +2759,41 @@ static void load_gate(Loader *ld, Layer *w, int n_head, int vd) {
     w->attn_gate = load_matrix(ld, "attn_gate", ld->m->config.dim, rows, 1);
 }
 
-typedef struct { float *x; int width, gates; } Gated;   // a head's values; its gates: width or 1
+// s->att [n_head][width], in latent attention s->mix, times the gates in s->z [n_head][width or 1]
 static void gate_row(Session *s, const void *arg, size_t i) {
-    const Gated *g = arg;
-    int n_head = s->m->layers[s->l].n_head;
-    float *x = g->x + i * n_head * g->width, *z = s->z + i * n_head * g->gates;
+    const Layer *w = arg;
+    int n_head = w->n_head, width = w->o.cols / n_head;
+    int gates = w->attn_gate.data ? w->attn_gate.rows / n_head : width;
+    float *x = (w->k_b.data ? s->mix : s->att) + i * n_head * width, *z = s->z + i * n_head * gates;
     bool softplus = s->m->config.softplus_gates;
-    for (int j = 0; softplus && j < n_head * g->gates; j++) z[j] = log1p_exp(z[j]);
-    for (int j = 0; !softplus && j < n_head * g->gates; j++) z[j] = 1 / (1 + exp_fast(-z[j]));
-    for (int h = 0; h < n_head; h++, x += g->width, z += g->gates)
-        for (int j = 0; j < g->width; j++) x[j] *= z[g->gates > 1 ? j : 0];
+    for (int j = 0; softplus && j < n_head * gates; j++) z[j] = log1p_exp(z[j]);
+    for (int j = 0; !softplus && j < n_head * gates; j++) z[j] = 1 / (1 + exp_fast(-z[j]));
+    for (int h = 0; h < n_head; h++, x += width, z += gates)
+        for (int j = 0; j < width; j++) x[j] *= z[gates > 1 ? j : 0];
 }
 
-// x [n][n_head][width] times the gates in s->z [n][n_head][width or 1]
-static void gate_attention(Session *s, float *x, int width) {
-    const Layer *w = &s->m->layers[s->l];
-    int gates = w->attn_gate.data ? w->attn_gate.rows / w->n_head : width;
-    each_row(s, gate_row, &(Gated){x, width, gates}, s->n);
+// Makes those of k products whose matrix the layer has.
+static void products(Session *s, const Matmul *all, int k) {
+    Matmul jobs[8];
+    int n = 0;
+    for (int i = 0; i < k; i++)
+        if (all[i].w->data) jobs[n++] = all[i];
+    matmul(s->pool, &s->op_scratch, jobs, n);
 }
 
 // attention_block for a layer that has gates, borrows a cache, or changes heads before RoPE
 static void attention_more(Session *s) {
     const Layer *w = &s->m->layers[s->l];
-    project_more(s);
-    before_rope(s);
-    each_row(s, qkv_row, w, s->n);
+    int n = s->n;
+    Matmul in[] = {{&w->q, s->normed, gates_in_q(w) ? s->mix : s->q, n},
+                   {&w->k, s->normed, s->k, n},
+                   {&w->v, s->normed, s->v, n},
+                   {&w->attn_gate, s->normed, s->z, n}};
+    products(s, in, 4);
+    if (gates_in_q(w)) each_row(s, split_gate_row, w, n);
+    each_row(s, heads_row, w, n);
     attend(s);
-    if (has_gates(w)) gate_attention(s, s->att, w->vd);
+    if (has_gates(w)) each_row(s, gate_row, w, n);
     product(s, &w->o, s->att, s->out);
 }
 
@@ -2883,8 +2843,8 @@ static void add_more_row(Session *s, const void *arg, size_t i) {
 
 // Can forward_layer run this layer? (after_rope and see_more still do what it needs.)
 static bool like_llama(const Config *c, const Layer *w) {
-    bool attends = w->k.rows && !w->k_b.data && !w->mixer && !has_gates(w) &&
-                   !acts_before_rope(c, w);
+    bool attends = w->k.rows && !w->k_b.data && !w->mixer && !has_gates(w) && !w->q_norm.n &&
+                   c->clamp_qkv <= 0 && !c->values_normed;
     bool feeds = w->up.data && w->gate.data && !w->router.data;
     bool normed = (w->attn_norm.w && w->ffn_norm.w) || c->norm == NORM_BARE;
     bool adds = !w->attn_post_norm.w && !w->ffn_post_norm.w && !w->attn_norm_2.w &&
@@ -2893,7 +2853,8 @@ static bool like_llama(const Config *c, const Layer *w) {
            c->residual_scale == 1;
 }
 
-static void experts(Session *s), mix_tokens(Session *s), add_layer_input(Session *s);
+static void latent_attention(Session *s), recurrent(Session *s), experts(Session *s);
+static void add_layer_input(Session *s);
 
 static void forward_ffn(Session *s) {   // x += ffn(norm(x)): the second half of a layer
     const Layer *w = &s->m->layers[s->l];
@@ -2907,14 +2868,18 @@ static void forward_ffn(Session *s) {   // x += ffn(norm(x)): the second half of
 static bool other_layer(Session *s) {
     const Config *c = &s->m->config;
     const Layer *w = &s->m->layers[s->l];
+    const Norm none = {0};
     int n = s->n;
     if (like_llama(c, w)) return false;
     if (c->routed_first && w->router.data) product(s, &w->router, s->x, s->route);
 
-    // x += attention(norm(x))
+    // x += attention(norm(x)), with a recurrent mixer in its place or beside it
     if (w->n_kv || w->mixer) {   // Nemotron-H: a layer has attention or an FFN
         each_row(s, norm_more_row, &w->attn_norm, n);
-        mix_tokens(s);
+        if (w->k_b.data) latent_attention(s);
+        else if (w->n_kv) attention_more(s);
+        if (w->n_kv && w->mixer) each_row(s, add_more_row, &none, n);   // out is for one result
+        if (w->mixer) recurrent(s);
         // GPT-NeoX: side by side with attention, the FFN reads the stream as it was
         if (w->side_by_side && w->ffn_norm.w) each_row(s, norm_row, &w->ffn_norm, n);
         each_row(s, add_more_row, &w->attn_post_norm, n);
@@ -3018,8 +2983,7 @@ static void choose_experts(Session *s, const void *arg, size_t i) {
     bool sigmoid = c->gating == SIGMOID;
     for (int e = 1; e < n_expert; e++) top = fmaxf(top, p[e]);
     for (int e = 0; e < n_expert; e++) {
-        if (sigmoid) p[e] = 1 / (1 + expf(-p[e]));
-        else p[e] = expf(p[e] - top);
+        p[e] = sigmoid ? 1 / (1 + expf(-p[e])) : expf(p[e] - top);
         all += p[e];
     }
     for (int e = 0; e < n_expert; e++) {
@@ -3061,34 +3025,31 @@ static void gather_row(Session *s, const void *arg, size_t i) {
 // The products of some experts that run together, with room for their matrices. Each has two jobs.
 enum { MAX_EXPERTS = MAX_JOBS / 2 };
 typedef struct {
-    int n_experts, n_in;
+    int n_experts, n_in, rows;   // rows: how many are taken, of gathered, gate, up and expert_out
     Matrix gate[MAX_EXPERTS], up[MAX_EXPERTS], down[MAX_EXPERTS];
     Matmul in[2 * MAX_EXPERTS], back[MAX_EXPERTS];
 } ExpertCall;
-typedef struct { float *x, *gate, *up, *out; } ExpertRows;   // where an expert's tokens begin
 
-static void add_expert(ExpertCall *call, const Layer *w, int e, int n, ExpertRows r) {
-    int k = call->n_experts++;
+static void add_expert(Session *s, ExpertCall *call, int e, int n) {   // with n tokens
+    const Layer *w = &s->m->layers[s->l];
+    size_t k = call->n_experts++, row = call->rows, dim = w->down.rows, ff = w->ff;
+    float *x = s->gathered + row * dim, *gate = s->gate + row * ff, *up = s->up + row * ff;
     call->gate[k] = matrix_expert(&w->gate, e);
     call->up[k] = matrix_expert(&w->up, e);
     call->down[k] = matrix_expert(&w->down, e);
-    call->in[call->n_in++] = (Matmul){&call->up[k], r.x, r.up, n};
-    if (w->gate.data) call->in[call->n_in++] = (Matmul){&call->gate[k], r.x, r.gate, n};
-    call->back[k] = (Matmul){&call->down[k], r.up, r.out, n};
+    call->in[call->n_in++] = (Matmul){&call->up[k], x, up, n};
+    if (w->gate.data) call->in[call->n_in++] = (Matmul){&call->gate[k], x, gate, n};
+    call->back[k] = (Matmul){&call->down[k], up, s->expert_out + row * dim, n};
+    call->rows += n;
 }
 
-// Counts the scratch of experts. No choice needs more than this: one expert has `limit` tokens, and
-// each other one FEW + 1, the number at which the padding of a tile is largest. (arena_take asserts
-// it.) Nothing is read: addresses only tell matmul which products share an input, and none do.
+// Counts the scratch of experts. This bounds every choice: one expert has `limit` tokens, and every
+// other FEW + 1, the count at which the padding of a tile is largest. (arena_take asserts it.)
 static void count_experts(Session *s, int limit) {
     ExpertCall call = {0};
-    float place[MAX_EXPERTS];
     int others = limit > FEW ? FEW + 1 : limit, most = limit + others * (limit - 1);
-    for (int n, rows = 0; rows < most && call.n_experts < MAX_EXPERTS; rows += n) {
-        float *at = &place[call.n_experts];
-        n = call.n_experts ? others : limit;
-        add_expert(&call, &s->m->layers[s->l], 0, n, (ExpertRows){at, at, at, at});
-    }
+    add_expert(s, &call, 0, limit);
+    while (call.rows < most && call.n_experts < MAX_EXPERTS) add_expert(s, &call, 0, others);
     matmul(s->pool, &s->op_scratch, call.in, call.n_in);
     matmul(s->pool, &s->op_scratch, call.back, call.n_experts);
 }
@@ -3097,27 +3058,24 @@ static void count_experts(Session *s, int limit) {
 // their results to sum [n][..]. Returns how many choices it ran; choice k is of token k / n_used.
 static int run_experts(Session *s, const int32_t *order, int left, int limit, float *sum) {
     const Layer *w = &s->m->layers[s->l];
-    size_t dim = w->down.rows, ff = w->ff;
+    size_t dim = w->down.rows;
     ExpertCall call;
-    int rows = 0;
-    call.n_experts = call.n_in = 0;
-    for (int n; rows < left && call.n_experts < MAX_EXPERTS; rows += n) {
-        int e = s->chosen[order[rows]];
-        for (n = 1; rows + n < left && s->chosen[order[rows + n]] == e;) n++;
-        if (rows + n > limit) break;
-        ExpertRows r = {s->gathered + rows * dim, s->gate + rows * ff, s->up + rows * ff,
-                        s->expert_out + rows * dim};
-        add_expert(&call, w, e, n, r);
+    call.n_experts = call.n_in = call.rows = 0;
+    while (call.rows < left && call.n_experts < MAX_EXPERTS) {
+        int e = s->chosen[order[call.rows]], end = call.rows + 1;
+        while (end < left && s->chosen[order[end]] == e) end++;
+        if (end > limit) break;
+        add_expert(s, &call, e, end - call.rows);
     }
-    each_row(s, gather_row, order, rows);
+    each_row(s, gather_row, order, call.rows);
     matmul(s->pool, &s->op_scratch, call.in, call.n_in);
-    each_row(s, activate_row, &(Ffn){call.gate, call.up, call.down, w->limit_experts}, rows);
+    each_row(s, activate_row, &(Ffn){call.gate, call.up, call.down, w->limit_experts}, call.rows);
     matmul(s->pool, &s->op_scratch, call.back, call.n_experts);
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < call.rows; r++) {
         float weight = s->m->config.inputs_weighed ? 1 : s->weight[order[r]];
         add_scaled(sum + order[r] / w->n_used * dim, s->expert_out + r * dim, dim, weight);
     }
-    return rows;
+    return call.rows;
 }
 
 // adds the shared expert's result, with a weight if it has a router
@@ -3171,8 +3129,8 @@ enum { CONV_CHANNELS = 64 };   // that one call takes
 // LFM2 has gates in place of SiLU. s->mix holds the last `past` rows before the chunk, from the
 // cache, and behind them the chunk's rows. So the inputs of token t are rows t .. t + past, and its
 // result can take the place of row t, because no later token reads that row. The cache then keeps
-// the last `past` rows before the chunk's guesses, and the guesses' rows: if some of these stood,
-// the next pass begins to read that many rows later.
+// the `past` rows before the chunk's guesses, which follow `sure` other tokens, and the guesses'
+// rows: if some of these stood, the next pass begins to read that many rows later (`stood`).
 static void delta_conv(Session *s, const void *arg, size_t call) {
     const Layer *w = arg;
     size_t channels = w->conv_in.rows, at = call * CONV_CHANNELS;   // first channel
@@ -3333,15 +3291,11 @@ static HeadInputs head_inputs(const Session *s, const Layer *w, int h, int t) {
     const Config *c = &s->m->config;
     int key = c->key_tiled ? h % c->n_key : h / (c->n_value / c->n_key);   // the key head
     size_t keys = c->n_key * c->dk, values = c->n_value * c->dv;   // floats of all heads
-    size_t q = 0, k = keys, v = 2 * keys;   // where those of all heads begin
-    if (w->mixer == MIX_SPACE) {
-        q = values + keys;
-        k = values;
-        v = 0;
-    }
-    const float *mix = s->mix + (size_t)t * w->conv_in.rows;
-    return (HeadInputs){mix + q + key * c->dk, mix + k + key * c->dk, mix + v + h * c->dv,
-                        w->conv_in.rows};
+    size_t at = key * c->dk, at_v = h * c->dv, step = w->conv_in.rows;   // the head's, among all
+    const float *row = s->mix + t * step, *behind = row + values;
+    if (w->mixer == MIX_SPACE)
+        return (HeadInputs){behind + keys + at, behind + at, row + at_v, step};
+    return (HeadInputs){row + at, row + keys + at, row + 2 * keys + at_v, step};
 }
 
 typedef struct { size_t i; float *state; int t, end; } Strip;   // its number; tokens t .. end-1
@@ -3476,26 +3430,20 @@ static bool load_recurrent(Loader *ld, Layer *w) {
 // how strongly it writes. KDA's decays and gates may be two products each, of which the first goes
 // to s->att, because that is free until there is a result.
 static void recurrent_products(Session *s, const Layer *w, float *mix) {
-    int n = s->n, k = 0;
-    bool both = w->beta_alpha.data, two = w->alpha_a.data, z_two = w->z_a.data;
+    int n = s->n, first = s->m->config.kda ? 0 : 3;   // KDA: q, k and v in place of conv_in
+    bool two = w->alpha_a.data, z_two = w->z_a.data;
     float *alpha_a = s->att, *z_a = s->att + n * w->alpha_a.rows;
-    Matmul in[6];
-    if (s->m->config.kda) {   // three matrices in place of conv_in, whose results lie side by side
-        in[k++] = (Matmul){&w->q, s->normed, mix, n};
-        in[k++] = (Matmul){&w->k, s->normed, mix + w->q.rows, n};
-        in[k++] = (Matmul){&w->v, s->normed, mix + 2 * w->q.rows, n};
-    } else in[k++] = (Matmul){&w->conv_in, s->normed, mix, n};
-
-    if (z_two) in[k++] = (Matmul){&w->z_a, s->normed, z_a, n};
-    else in[k++] = (Matmul){&w->z, s->normed, s->z, n};
-
-    if (both) in[k++] = (Matmul){&w->beta_alpha, s->normed, s->beta_alpha, n};
-    else if (two) in[k++] = (Matmul){&w->alpha_a, s->normed, alpha_a, n};
-    else if (w->mixer == MIX_CONV) in[k++] = (Matmul){&w->alpha, s->normed, s->att, n};   // a gate
-    else in[k++] = (Matmul){&w->alpha, s->normed, s->decay, n};
-
-    if (w->beta.data) in[k++] = (Matmul){&w->beta, s->normed, s->strength, n};
-    matmul(s->pool, &s->op_scratch, in, k);
+    float *alpha = w->mixer == MIX_CONV ? s->att : s->decay;   // a gate, or decays
+    const float *x = s->normed;
+    Matmul in[] = {{&w->q, x, mix, n},
+                   {&w->k, x, mix + w->q.rows, n},
+                   {&w->v, x, mix + 2 * w->q.rows, n},
+                   {&w->conv_in, x, mix, n},
+                   z_two ? (Matmul){&w->z_a, x, z_a, n} : (Matmul){&w->z, x, s->z, n},
+                   {&w->beta_alpha, x, s->beta_alpha, n},
+                   two ? (Matmul){&w->alpha_a, x, alpha_a, n} : (Matmul){&w->alpha, x, alpha, n},
+                   {&w->beta, x, s->strength, n}};
+    products(s, in + first, 8 - first);
     if (two) product(s, &w->alpha, alpha_a, s->decay);
     if (z_two) product(s, &w->z, z_a, s->z);
 }
@@ -3648,18 +3596,8 @@ static void latent_attention(Session *s) {
     attend(s);
     head_products(s, &w->v_b, s->att, s->mix);
     if (gates) product(s, &w->attn_gate, s->normed, s->z);
-    if (gates) gate_attention(s, s->mix, w->v_b.rows);
+    if (gates) each_row(s, gate_row, w, n);
     product(s, &w->o, s->mix, s->out);
-}
-
-// Tokens look at each other by latent attention, by a memory of fixed size, or by attention and a
-// memory side by side. s->out has room for one result only, so attention's is added here.
-static void mix_tokens(Session *s) {
-    const Layer *w = &s->m->layers[s->l];
-    if (w->k_b.data) latent_attention(s);
-    else if (w->n_kv) attention_more(s);
-    if (w->n_kv && w->mixer) each_row(s, add_more_row, &(Norm){0}, s->n);
-    if (w->mixer) recurrent(s);
 }
 
 // ---- 21. borrowed caches, an input for each layer (Gemma 4) ----
@@ -3722,8 +3660,7 @@ static void make_layer_inputs(Session *s) {
 }
 
 static void layer_input_row(Session *s, const void *arg, size_t i) {   // act(Gate x) * e
-    const Config *c = &s->m->config;
-    (void)arg;
+    const Config *c = arg;
     int p = c->per_layer;
     float *gate = s->gate + i * p;
     activate(gate, gate, s->inputs + (i * c->n_layer + s->l) * p, p, c->act);
@@ -3732,7 +3669,7 @@ static void layer_input_row(Session *s, const void *arg, size_t i) {   // act(Ga
 static void add_layer_input(Session *s) {
     const Layer *w = &s->m->layers[s->l];
     product(s, &w->input_gate, s->x, s->gate);
-    each_row(s, layer_input_row, NULL, s->n);
+    each_row(s, layer_input_row, &s->m->config, s->n);
     product(s, &w->input_proj, s->gate, s->out);
     each_row(s, add_more_row, &w->input_norm, s->n);
 }
@@ -3786,14 +3723,13 @@ static float *state_at(const Session *s, int pos) {   // there is room for those
 
 static void keep_state_row(Session *s, const void *arg, size_t i) {
     const Config *c = &s->m->config;
-    (void)arg;
     const float *x = s->x + i * c->dim;
     if (c->nextn_raw) memcpy(state_at(s, s->pos + i), x, c->dim * sizeof *x);
-    else norm(state_at(s, s->pos + i), x, c->dim, &s->m->out_norm, c->norm, c->eps);
+    else norm(state_at(s, s->pos + i), x, c->dim, arg, c->norm, c->eps);
 }
 
 static void keep_states(Session *s) {
-    if (s->n_cache > s->m->config.n_layer) each_row(s, keep_state_row, NULL, s->n);
+    if (s->n_cache > s->m->config.n_layer) each_row(s, keep_state_row, &s->m->out_norm, s->n);
 }
 
 static void pair_row(Session *s, const void *arg, size_t i) {   // to s->normed and behind it s->out
@@ -3821,8 +3757,8 @@ static void nextn_forward(Session *s, int block, const int32_t *ids, int n, int 
     forward_layer(s);
 }
 
-// Tokens below `end` that have not passed the blocks do, from s->nextn_pos on: before states would
-// be overwritten, and when a guess is wanted. The first block is the last to run.
+// Runs the blocks for the tokens below `end` that they have not seen, from s->nextn_pos on: before
+// states would be overwritten, and when a guess is wanted. The first block is the last to run.
 static void nextn_follow(Session *s, const int32_t *ids, int end) {
     int pos = s->nextn_pos, block = s->n_cache - s->m->config.n_layer;
     if (pos >= end) return;
@@ -3852,9 +3788,8 @@ static int32_t nextn_best(Session *s, double *chance) {
 
 // ---- 23. memory ----
 
-// An arena hands out buffers from one stretch of memory; without memory (base NULL) it only counts
-// their bytes. Where a plan sets `used` back, buffers that never live together share bytes; `peak`
-// is the most in use.
+// Takes count * size bytes; without memory (base NULL) only counts them. Where a plan sets `used`
+// back, buffers that never live together share bytes.
 static void *arena_take(Arena *a, uint64_t count, uint64_t size) {
     uint64_t at = a->used;
     a->used += (count * size + 63) / 64 * 64;
@@ -3871,8 +3806,7 @@ static size_t best_parts(size_t n) { return (n + BEST_IDS - 1) / BEST_IDS; }   /
 typedef struct { uint64_t q, k, v, att, mix, z, ff, squeezed; } Widths;
 
 static void widen(Widths *most, const Layer *w) {   // so that layer w fits
-    size_t heads = (size_t)w->n_head * w->hd;
-    size_t gates = (size_t)w->q.rows > heads ? heads : 0;   // in q
+    size_t heads = (size_t)w->n_head * w->hd, gates = gates_in_q(w) ? heads : 0;
     most->q = larger(most->q, heads);
     most->k = larger(most->k, w->k.rows);
     most->v = larger(most->v, w->v.rows);
@@ -3937,8 +3871,8 @@ static void copy_states(Session *s, float *to, const float *from) {
     if (bytes && !gpu_copy(s, to, from, bytes)) memcpy(to, from, bytes);
 }
 
-// Returns the most scratch that matmul and attention take, by a dry run: if the arena only counts,
-// forward touches no data. It runs twice, because a few tokens and a chunk take different ways.
+// Returns the most scratch that matmul and attention take, by dry runs: a few tokens and a chunk
+// take different ways.
 static uint64_t count_op_scratch(Session *s) {
     int counts[] = {s->o.chunk < FEW ? s->o.chunk : FEW, s->o.chunk};
     s->op_scratch = (Arena){0};
@@ -4000,8 +3934,8 @@ static void plan_scratch(Session *s, Arena *a) {
     s->candidates = arena_take(a, c->n_vocab, sizeof *s->candidates);
 }
 
-// Runs a plan to learn the size, and again to place the buffers, in whole pages, which a GPU can
-// share and the system zeroes at the first touch. what: names them, and what to try if it fails.
+// Places a plan's buffers in whole pages, which a GPU can share and the system zeroes at the first
+// touch. what: names them, and what to try if it fails.
 static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e) {
     Arena a = {0};
     plan(s, &a);
@@ -4023,26 +3957,21 @@ static void limit_options(Session *s) {
     if (s->o.draft > 0 && s->o.chunk != 1) s->n_cache += c->n_nextn;
 }
 
-// Does every layer still hold all rows that a query at p sees?
-static bool rows_resident(const Session *s, int p) {
-    for (int l = 0; l < s->m->config.n_layer; l++) {
-        const Cache *cache = &s->cache[l];
-        for (int i = 0; cache->rows && i < p; i++) {
-            bool seen = p - i < cache->window || i < cache->keep;
-            if (seen && cache->pos[cache_row(cache, i)] != i) return false;
-        }
-    }
-    return true;
-}
-
 // In a model that is not causal all depends on later tokens, too, and nothing can be reused. A
-// recurrent model goes back to its snapshot, which stands before the last token of a prompt.
+// recurrent model goes back to its snapshot. Caches must hold all rows that a query at p sees.
 static int reusable(const Session *s, int p) {
     if (!s->m->config.causal) return 0;
     if (p == (int)s->history.n) return p;   // the history goes on
     if (s->n_recurrent && (s->saved_pos < 0 || s->saved_pos > p)) return 0;
     if (s->n_recurrent) p = s->saved_pos;
-    return rows_resident(s, p) ? p : 0;
+    for (int l = 0; l < s->m->config.n_layer; l++) {
+        const Cache *cache = &s->cache[l];
+        for (int i = 0; cache->rows && i < p; i++) {
+            bool seen = p - i < cache->window || i < cache->keep;
+            if (seen && cache->pos[cache_row(cache, i)] != i) return 0;
+        }
+    }
+    return p;
 }
 
 // The states of recurrent layers cannot be cut back: they are cleared, or become the snapshot,
@@ -4060,8 +3989,7 @@ static void forget_more(Session *s, int p) {
 }
 
 // How many of the `left` tokens from pos on are the next chunk? In Llama 4 it ends where a span
-// ends. In recurrent models the last token of a prompt runs alone, after the snapshot: another
-// answer then costs one token.
+// ends. After a snapshot the last token of a prompt runs alone: so another answer costs one token.
 static int chunk_size(const Session *s, int pos, int left, bool snapshot) {
     int span = s->m->config.span, most = s->o.chunk;
     if (span) most = smaller(most, span - pos % span);
@@ -9723,12 +9651,14 @@ static bool key_matters(const Meta *v, const char *arch, float base) {   // base
 
 // Notes each key that matters and that no code has read, and patterns longer than all layers.
 static void print_unread(const Model *m) {
-    char arch[110];
+    char arch[110], count[128];
     snprintf(arch, sizeof arch, "%.*s.", STR_ARG(gguf_str(m->gguf, "general.architecture")));
+    snprintf(count, sizeof count, "%sblock_count", arch);
+    uint64_t n_layer = gguf_int(m->gguf, count, 0);
     for (const Meta *v = m->gguf->meta; v < m->gguf->meta + m->gguf->n_meta; v++) {
-        if (v->n_layer)
+        if (v->used && v->n > n_layer && memmem(v->key.s, v->key.n, "_pattern", 8))
             note("key %.*s has %llu values for %d layers", STR_ARG(v->key),
-                 (unsigned long long)v->n, v->n_layer);
+                 (unsigned long long)v->n, (int)n_layer);
         if (!v->used && key_matters(v, arch, m->config.rope_base[FULL]))
             note("key %.*s is not used", STR_ARG(v->key));
     }
