@@ -4116,17 +4116,47 @@ static void chunk_seen(Session *s) { s->seen = s->history.n - s->guesses; }
 //   WordPiece, bert       by a rule        lower case, no accents            (longest token)
 //   unigram, t5           the whole text   as the file's table says         (highest sum of scores)
 
-// UTF-8 and Unicode, from the appendix. utf8_decode reads a bad byte as UTF8_BAD, but lets overlong
-// forms and surrogates pass; utf8_valid rejects all three. unicode_fold: 0 means that BERT drops c.
 enum { UTF8_BAD = 0xFFFD };
+
+static size_t utf8_length(char first) {   // bytes of the character that begins so
+    uint8_t c = first;
+    if (c < 0xE0) return c < 0xC0 ? 1 : 2;
+    return c < 0xF0 ? 3 : 4;
+}
+
+// The character that begins text s [n], and in *used the number of its bytes. A bad byte is
+// UTF8_BAD, but overlong forms and surrogates pass.
+static uint32_t utf8_decode(const char *s, size_t n, size_t *used) {
+    size_t len = utf8_length(s[0]);
+    uint32_t c = len == 1 ? (uint8_t)s[0] : s[0] & (0x7Fu >> len);
+    bool ok = len <= n && (len == 1 ? c < 0x80 : (uint8_t)s[0] < 0xF8);
+    for (size_t i = 1; ok && i < len; i++) {
+        ok = (s[i] & 0xC0) == 0x80;
+        c = c << 6 | (s[i] & 0x3F);
+    }
+    ok = ok && c <= 0x10FFFF;
+    *used = ok ? len : 1;
+    return ok ? c : UTF8_BAD;
+}
+
+static size_t utf8_encode(uint32_t c, char *out) {   // returns its bytes, 4 at most
+    size_t len = c < 0x80 ? 1 : 2;
+    if (c >= 0x800) len = c < 0x10000 ? 3 : 4;
+    for (size_t i = len - 1; i > 0; i--, c >>= 6) out[i] = 0x80 | (c & 0x3F);
+    out[0] = len == 1 ? c : c | (0xF00 >> len & 0xFF);
+    return len;
+}
+
+static bool utf8_valid(uint32_t c, size_t used) {   // was c, decoded from `used` bytes, proper?
+    char s[4];
+    return utf8_encode(c, s) == used && c - 0xD800 >= 0x800;
+}
+
+// from the appendix
 #define CLASS(letter) (1ull << ((letter) & 63))
-static size_t utf8_length(char first);
-static uint32_t utf8_decode(const char *s, size_t n, size_t *used);
-static size_t utf8_encode(uint32_t c, char *out);
-static bool utf8_valid(uint32_t c, size_t used);
 static uint64_t unicode_classes(uint32_t c);   // a bit for each letter of the rules below
 static uint32_t unicode_lower(uint32_t c);
-static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents);
+static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents);   // 0: c is dropped
 
 // Byte-level BPE spells a printable byte as itself and the other 68 as U+0100 to U+0143.
 static uint32_t byte_to_char(uint8_t b) {
@@ -4140,27 +4170,22 @@ enum { TEXT_MAX = (SIZE_MAX / 256 < 1 << 28 ? 1 << 24 : 1 << 28) - 1 };
 
 // A hash table from the file's strings to their indices; the first of equal strings counts. Besides
 // tokens the merges of BPE are in one, each as a string "left right".
-typedef struct { uint32_t n; uint64_t power; } Length;   // bytes of some strings; HASH_BASE^n
 typedef struct {
     uint32_t *slot;   // [mask + 1] 1 + index of a string, 0: empty; at most half are used
     Str *str;         // [n] pointing into the map
     uint32_t n, mask;
     size_t longest;   // bytes of the longest string
-    Length *length;   // [n_lengths] of the strings, the shortest first, see dictionary_lengths
-    size_t n_lengths;
 } Dictionary;
 
-// The hash of a text is the number whose digits are its bytes, so the hash of a part of it follows
-// from those of two beginnings: if b has n bytes, hash(b) = hash(ab) - hash(a) * HASH_BASE^n.
-#define HASH_BASE 0x9E3779B97F4A7C15
+static const uint64_t MIX = 0x9E3779B97F4A7C15;
 static uint64_t hash_text(uint64_t hash, Str s) {   // hash: of the text in front of s, or 0
-    for (size_t i = 0; i < s.n; i++) hash = hash * HASH_BASE + (uint8_t)s.s[i];
+    for (size_t i = 0; i < s.n; i++) hash = hash * MIX + (uint8_t)s.s[i];
     return hash;
 }
 
 // the slot of a string, or the empty slot where it would go; NULL: strings are made to collide
 static uint32_t *dictionary_slot(const Dictionary *d, uint64_t hash, Str s) {
-    hash = (hash ^ hash >> 32) * HASH_BASE >> 32;   // all bits count
+    hash = (hash ^ hash >> 32) * MIX >> 32;   // all bits count
     for (int probe = 0; probe < 1000; probe++) {
         uint32_t *slot = &d->slot[(hash + probe) & d->mask];
         if (!*slot) return slot;
@@ -4170,9 +4195,13 @@ static uint32_t *dictionary_slot(const Dictionary *d, uint64_t hash, Str s) {
     return NULL;
 }
 
-static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {   // -1: not there
-    const uint32_t *slot = dictionary_slot(d, hash_text(0, (Str){s, n}), (Str){s, n});
+static int32_t dictionary_index(const Dictionary *d, uint64_t hash, Str s) {   // -1: not there
+    const uint32_t *slot = dictionary_slot(d, hash, s);
     return slot ? (int32_t)*slot - 1 : -1;
+}
+
+static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {
+    return dictionary_index(d, hash_text(0, (Str){s, n}), (Str){s, n});
 }
 
 // A rule is a regular expression that splits the pieces left by the rule before it. It tries its
@@ -4286,7 +4315,7 @@ typedef struct Tokenizer {
     Str trie, strings;               // unigram: what is replaced, and by what (charsmap_match)
     Dictionary tokens, merges;
     uint8_t *type;                   // [n_vocab]
-    uint8_t *special_length;         // [tokens.longest + 1] has a special token this length?
+    uint8_t *lengths;                // [tokens.longest + 1] 1: of a token, 2: of a special one
     bool special_first[256];         // does a token that may be cut out begin with it?
     size_t detokenize_max;           // most bytes that detokenize writes at once
 } Tokenizer;
@@ -4365,20 +4394,6 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
     return NULL;
 }
 
-// Returns the end of the first alternative of a rule that matches at ch; NULL: none does. s*r.. is
-// not tried before *dry, because no line ends there: it would search on from each of many spaces.
-static Char *first_match(const char *rule, Char *ch, Char *end, Char **dry) {
-    for (; rule; rule = strchr(rule, '|')) {
-        if (*rule == '|') rule++;
-        bool line = !strncmp(rule, "s*r", 3);
-        Char *match = line && ch < *dry ? NULL : rule_match(rule, ch, end);
-        if (match) return match;
-        if (line && *dry < ch) *dry = ch;
-        while (line && *dry < end && (*dry)->set & CLASS('s')) ++*dry;
-    }
-    return NULL;
-}
-
 // Marks where the matches of a rule in one piece begin and end.
 static void piece_split(const char *rule, Char *ch, Char *end) {
     if (*rule == '$') {
@@ -4397,10 +4412,17 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
         }
         return;
     }
-    for (Char *dry = ch; ch < end;) {
-        Char *match = first_match(rule, ch, end, &dry);
+    // no line ends in white space before `dry`: s*r.. would search on from each of many spaces
+    for (Char *dry = ch, *match; ch < end; ch = match ? match : ch + 1) {
+        match = NULL;
+        for (const char *way = rule; way && !match; way = strchr(way, '|')) {
+            way += *way == '|';
+            bool line = !strncmp(way, "s*r", 3);
+            if (line && ch < dry) continue;
+            match = rule_match(way, ch, end);
+            if (line) for (dry = ch; dry < end && dry->set & CLASS('s');) dry++;
+        }
         if (match) ch->cut = match->cut = true;
-        ch = match ? match : ch + 1;
     }
 }
 
@@ -4483,29 +4505,28 @@ static void word_join(Work *w) {
     }
 }
 
-// With the hashes [n_text + 1] of a word's beginnings WordPiece and unigram try a part in one step.
-static void hash_beginnings(const Work *w, uint64_t *hash) {
-    hash[0] = 0;
-    for (size_t i = 0; i < w->n_text; i++) hash[i + 1] = hash_text(hash[i], (Str){w->text + i, 1});
-}
-
-// the token of this length at byte i of the word; -1: there is none, or the word ends first
-static int32_t token_of_length(const Work *w, const uint64_t *hash, size_t i, Length len) {
-    if (len.n > w->n_text - i) return -1;
-    uint64_t part = hash[i + len.n] - hash[i] * len.power;
-    const uint32_t *slot = dictionary_slot(&w->t->tokens, part, (Str){w->text + i, len.n});
-    return slot ? (int32_t)*slot - 1 : -1;
+// Returns the token of the len bytes at byte i of the word; -1: there is none. WordPiece and unigram
+// try one length after the other, so *hash, 0 at first, is that of one byte less.
+static int32_t token_longer(const Work *w, size_t i, size_t len, uint64_t *hash) {
+    Str s = {w->text + i, len};
+    *hash = hash_text(*hash, (Str){s.s + len - 1, 1});
+    return w->t->lengths[len] ? dictionary_index(&w->t->tokens, *hash, s) : -1;
 }
 
 // WordPiece takes the longest token that fits, again and again; if none fits, the word is unknown.
 static void word_pieces(Work *w) {
-    const Dictionary *d = &w->t->tokens;
     size_t before = w->out->n;
     int32_t id = 0;
-    hash_beginnings(w, w->cost);
-    for (size_t i = 0, k; id >= 0 && i < w->n_text; i += d->length[k].n) {
+    for (size_t i = 0, taken = 0; id >= 0 && i < w->n_text; i += taken) {
+        size_t most = smaller(w->t->tokens.longest, w->n_text - i);
+        uint64_t hash = 0;
         id = -1;
-        for (k = d->n_lengths; k && id < 0;) id = token_of_length(w, w->cost, i, d->length[--k]);
+        for (size_t len = 1; len <= most; len++) {
+            int32_t longer = token_longer(w, i, len, &hash);
+            if (longer < 0) continue;
+            id = longer;
+            taken = len;
+        }
         add_id(w, id);
     }
     if (id >= 0) return;
@@ -4621,57 +4642,51 @@ static uint64_t unigram_spell(const Tokenizer *t, const char *s, size_t n, char 
     return len;
 }
 
-// Unigram takes the tokens whose scores have the greatest sum (Viterbi): best[i] is that sum for
-// the first i bytes, part[i] the length of the token that ends there. A token begins where a
-// character does. A character that is no token is unknown; unknown ones in a row are one token.
-static void unigram_reach(double *best, uint32_t *part, size_t from, size_t end, double score) {
-    double sum = best[from] + score;
-    if (part[end] && sum <= best[end]) return;
-    best[end] = sum;
-    part[end] = end - from;
+// Unigram takes the tokens whose scores have the greatest sum (Viterbi): way[i] is that sum for the
+// first i bytes, and the token that ends there. A token begins where a character does. A character
+// that is no token is unknown; unknown ones in a row are one token.
+typedef struct { double sum; uint32_t len; int32_t id; } Way;   // len 0: no token ends here
+
+static void way_improve(Way *best, Way way) {
+    if (!best->len || way.sum > best->sum) *best = way;
 }
 
 static void unigram_tokenize(Work *w, const char *s, size_t n_bytes) {
     const Tokenizer *t = w->t;
-    const Dictionary *d = &t->tokens;
     size_t before = w->out->n;
     uint64_t n = unigram_spell(t, s, n_bytes, NULL);
-    uint64_t most = 16 * (uint64_t)n_bytes + 64;   // the worst of Unicode, U+FDFA, takes 13 times
-    size_t each = sizeof(double) + sizeof(uint64_t) + sizeof *w->part + 1;
-    double *best = n > most ? NULL : resize(NULL, n + 1, each);
-    w->failed |= !best;
-    if (!best) return;
-    uint64_t *hash = (uint64_t *)(best + n + 1);
-    uint32_t *part = memset(hash + n + 1, 0, (n + 1) * sizeof *part);   // 0: none ends there yet
-    w->text = (char *)(part + n + 1);
+    // the worst of Unicode, U+FDFA, takes 13 times its bytes
+    Way *way = n > 16 * (uint64_t)n_bytes + 64 ? NULL : calloc(n + 1, sizeof *way + 1), here;
+    w->failed |= !way;
+    if (!way) return;
+    w->text = (char *)(way + n + 1);
     w->n_text = unigram_spell(t, s, n_bytes, w->text);
-    hash_beginnings(w, hash);
-    best[0] = 0;
-    for (size_t i = 0, next; i < n; i = next) {
-        next = i + character_bytes(w, i);
+    for (size_t i = 0, size; i < n; i += size) {
+        uint32_t most = smaller(t->tokens.longest, n - i);
         bool known = false;   // the character at i
-        for (size_t k = 0; k < d->n_lengths && d->length[k].n <= n - i; k++) {
-            size_t end = i + d->length[k].n;
-            int32_t id = token_of_length(w, hash, i, d->length[k]);
+        uint64_t hash = 0;
+        size = character_bytes(w, i);
+        for (uint32_t len = 1; len <= most; len++) {
+            int32_t id = token_longer(w, i, len, &hash);
             if (id < 0 || !token_is(t, id, UNIGRAM_TYPES)) continue;
-            bool free = token_is(t, id, 1 << TOKEN_USER);
-            unigram_reach(best, part, i, end, free ? 0 : meta_float(t->scores, id));
-            known |= end == next;
+            double score = token_is(t, id, 1 << TOKEN_USER) ? 0 : meta_float(t->scores, id);
+            way_improve(&way[i + len], (Way){way[i].sum + score, len, id});
+            known |= len == size;
         }
-        if (!known) unigram_reach(best, part, i, next, t->unknown_score);
+        Way unknown = {way[i].sum + t->unknown_score, size, t->unk};
+        if (!known) way_improve(&way[i + size], unknown);
     }
-    for (size_t end = n, len = part[n], here; end > 0; len = here) {   // back from the end
-        end -= len;
-        here = part[end];
-        part[end] = len;   // of the token that begins there
+    for (Way last = way[n]; n > 0; last = here) {   // back from the end
+        n -= last.len;
+        here = way[n];
+        way[n] = last;   // the token that begins here
     }
-    for (size_t i = 0; i < n; i += part[i]) {
-        int32_t id = dictionary_find(&t->tokens, w->text + i, part[i]);
-        if (id < 0 || !token_is(t, id, UNIGRAM_TYPES)) id = t->unk;
+    for (; n < w->n_text; n += way[n].len) {
+        int32_t id = way[n].id;
         bool again = id == t->unk && w->out->n > before && w->out->id[w->out->n - 1] == id;
         if (!again) add_id(w, id);
     }
-    free(best);
+    free(way);
 }
 
 // The id of a special token of len bytes at s that is to be cut out; -1: there is none. In a text
@@ -4691,7 +4706,7 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     const Tokenizer *t = w->t;
     const char *end = s + n;
     for (len = len < n ? len : n; len > 0; len--) {
-        if (!t->special_length[len]) continue;
+        if (!(t->lengths[len] & 2)) continue;
         for (const char *at = s; len <= (size_t)(end - at); at++) {
             int32_t id = special_at(w, at, len);
             if (id < 0) continue;
@@ -4850,17 +4865,6 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, int m
     return true;
 }
 
-// Lists the lengths of the strings, for vocabularies in which any part of a text may be a token.
-static bool dictionary_lengths(Dictionary *d, Error *e) {
-    uint64_t power = HASH_BASE;
-    d->length = calloc(d->longest + 1, sizeof *d->length);
-    if (!d->length) return fail(e, "out of memory");
-    for (uint32_t i = 0; i < d->n; i++) d->length[d->str[i].n].n = d->str[i].n;
-    for (size_t n = 1; n <= d->longest; n++, power *= HASH_BASE)   // those found move to the front
-        if (d->length[n].n) d->length[d->n_lengths++] = (Length){n, power};
-    return true;
-}
-
 // Reads what only unigram has: the score of an unknown character, and the strings to replace.
 static bool unigram_open(Tokenizer *t, const Gguf *g, Error *e) {
     const char *key = "tokenizer.ggml.precompiled_charsmap";
@@ -4897,8 +4901,8 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     t->n_vocab = t->tokens.n;
     t->detokenize_max = 3 * (t->tokens.longest + 4);
     t->type = calloc(t->n_vocab, 1);
-    t->special_length = calloc(t->tokens.longest + 1, 1);
-    if (!t->type || !t->special_length) return fail(e, "out of memory");
+    t->lengths = calloc(t->tokens.longest + 1, 1);
+    if (!t->type || !t->lengths) return fail(e, "out of memory");
     if (types && !vocab_array(g, key, t->n_vocab, e)) return false;
     for (int32_t i = 0; i < t->n_vocab; i++) {
         int64_t type = types ? meta_int(types, i) : TOKEN_NORMAL;
@@ -4907,10 +4911,8 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     key = "tokenizer.ggml.scores";   // SentencePiece's may be missing; then all are 0
     bool scores = t->kind == TOKENIZER_UNIGRAM || (t->kind == TOKENIZER_SPM && gguf_find(g, key));
     if (scores && !(t->scores = vocab_array(g, key, t->n_vocab, e))) return false;
-    if (t->kind == TOKENIZER_UNIGRAM)
-        return unigram_open(t, g, e) && dictionary_lengths(&t->tokens, e);
-    if (t->kind == TOKENIZER_WPM) return dictionary_lengths(&t->tokens, e);
-    if (t->kind == TOKENIZER_SPM) return true;
+    if (t->kind == TOKENIZER_UNIGRAM) return unigram_open(t, g, e);
+    if (t->kind != TOKENIZER_BPE) return true;
     if (!dictionary_open(&t->merges, g, "tokenizer.ggml.merges", INT_MAX, e)) return false;
     for (uint32_t i = 0; i < t->merges.n; i++) {
         Str s = t->merges.str[i];
@@ -4983,9 +4985,10 @@ static bool special_types(Tokenizer *t, const Gguf *g, Error *e) {
     bool phi3 = strcasestr(name, "phi-3") || strcasestr(name, "phi3");
     for (int32_t i = 0; i < t->n_vocab; i++) {
         Str s = t->tokens.str[i];
+        t->lengths[s.n] |= 1;
         if (!s.n || !token_is(t, i, SPECIAL_TYPES)) continue;
         t->special_first[(uint8_t)s.s[0]] = true;
-        t->special_length[s.n] = true;
+        t->lengths[s.n] |= 2;
         if (phi3 && !find_str(s, "<s> <unk> <|endoftext|>")) t->type[i] |= TOKEN_STRIP;
     }
     return true;
@@ -5037,8 +5040,8 @@ static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
 }
 
 static void tokenizer_close(Tokenizer *t) {
-    void *owned[] = {t->tokens.slot, t->tokens.str, t->tokens.length, t->merges.slot,
-                     t->merges.str, t->type, t->special_length};
+    void *owned[] = {t->tokens.slot, t->tokens.str, t->merges.slot, t->merges.str, t->type,
+                     t->lengths};
     for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
     *t = (Tokenizer){0};
 }
@@ -5334,7 +5337,6 @@ static Dict *new_dict(Template *t, Dict *outer) {
 
 static Value apply(Template *t, Str filter, Value v, Args more);
 static Str join(Template *t, Str by, List l);
-static List sorted(Template *t, List l, Value attribute, bool reverse, bool exact);
 static List pairs_of(Template *t, Value v);
 
 // The items that a loop over v sees: elements of a list, characters of a text, keys of a dict.
@@ -5402,8 +5404,7 @@ static void write_float(double f, char *s, size_t size) {   // in the fewest dig
     if (e >= -4 && e < 16) snprintf(s, size, "%.*f", digits > e ? digits - e : 1, f);
 }
 
-enum { PYTHON, JSON, SORTED };   // SORTED: JSON with the keys in order
-static Str written(Template *t, Str s, Value v, int json, Str line, Str indent);
+static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent);
 static Str to_text(Template *t, Value v) {   // as Python's str writes v
     char s[32];
     if (v.kind == V_STRING) return v.s;
@@ -5411,7 +5412,7 @@ static Str to_text(Template *t, Value v) {   // as Python's str writes v
     if (v.kind == V_NONE) return str("None");
     if (v.kind == V_BOOL) return str(v.i ? "True" : "False");
     if (v.kind == V_LIST || v.kind == V_DICT)
-        return written(t, NOTHING, v, PYTHON, NOTHING, NOTHING);
+        return written(t, NOTHING, v, false, NOTHING, NOTHING);
     if (v.kind == V_FLOAT) write_float(v.f, s, sizeof s);
     else snprintf(s, sizeof s, "%lld", (long long)must_be(t, v, V_INT).i);
     return concat(t, NOTHING, str(s));
@@ -5432,7 +5433,7 @@ static Str quoted(Template *t, Str s, Str text, bool json) {   // s, then text i
 }
 
 // s, then v as JSON or as Python has it; each element is behind `line` and `indent`, unless empty
-static Str written(Template *t, Str s, Value v, int json, Str line, Str indent) {
+static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent) {
     bool dict = v.kind == V_DICT;
     const char *brackets = dict ? "{}" : "[]";
     enter(t);
@@ -5444,7 +5445,6 @@ static Str written(Template *t, Str s, Value v, int json, Str line, Str indent) 
     if (v.tuple && !json) brackets = "()";
     List l = dict ? pairs_of(t, v) : v.list;
     Str inner = line.n ? concat(t, concat(t, NOTHING, line), indent) : NOTHING;
-    if (dict && json == SORTED) l = sorted(t, l, int_value(0), false, true);
     s = concat(t, s, (Str){brackets, 1});
     for (size_t i = 0; i < l.n; i++) {
         Value x = l.v[i];
@@ -5556,20 +5556,20 @@ static Value get(Template *t, Value x, Value attribute) {
     return x;
 }
 
-// the key by which an element is compared, unless `exact` in lower case
-static Value key_of(Template *t, Value v, Value attribute, bool exact) {
+// the key by which an element is compared, in lower case
+static Value key_of(Template *t, Value v, Value attribute) {
     v = get(t, v, attribute);
-    return v.kind == V_STRING && !exact ? string_value(recased(t, v.s, 'l')) : v;
+    return v.kind == V_STRING ? string_value(recased(t, v.s, 'l')) : v;
 }
 
-static List sorted(Template *t, List l, Value attribute, bool reverse, bool exact) {
+static List sorted(Template *t, List l, Value attribute, bool reverse) {
     List out = {0};
     Str before = str(reverse ? ">" : "<");
     for (size_t i = 0, k; i < l.n; i++) {
-        Value key = key_of(t, l.v[i], attribute, exact);
+        Value key = key_of(t, l.v[i], attribute);
         push(t, &out, l.v[i]);
         for (k = i; k; out.v[k] = out.v[k - 1], k--)
-            if (!operate(t, before, key, key_of(t, out.v[k - 1], attribute, exact)).i) break;
+            if (!operate(t, before, key, key_of(t, out.v[k - 1], attribute)).i) break;
         out.v[k] = l.v[i];
     }
     return out;
@@ -5586,7 +5586,7 @@ static List pairs_of(Template *t, Value v) {   // of a dict, as tuples of two
 // them. To add a name, add it here, if it is a method or function also to one of the lists below,
 // then its result to builtin or text_builtin, and a row to TEMPLATES in test.c.
 static const char *const BUILTINS[] = {
-    "upper lower capitalize title _title string safe escape e (s)", "split (s, sep, maxsplit=-1)",
+    "upper lower capitalize title _title string safe (s)", "split (s, sep, maxsplit=-1)",
     "trim strip lstrip rstrip (s, chars=none)", "startswith endswith find rfind (s, x)",
     "replace (s, old, new)", "format _format (s, a, b, c, d, e)", "join (v, d='')",
     "indent (s, width=4, first=false, blank=false)", "int (v, default=0)", "float (v, default=0.0)",
@@ -5596,8 +5596,7 @@ static const char *const BUILTINS[] = {
     "map (v, filter, x, y, attribute=none)", "round (v, precision=0, method='common')",
     "sort unique min max (v, reverse=false, attribute=none)", "select reject (v, test, x)",
     "selectattr rejectattr (v, attribute, test, x)", "namespace dict ()", "strftime_now (format)",
-    "sum (v, attribute=none, start=0)", "range (start, stop=none, step=1)",
-    "raise_exception (message)",
+    "range (start, stop=none, step=1)", "raise_exception (message)",
 };
 static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip replace split "
                                "startswith endswith find rfind format join";
@@ -5632,9 +5631,6 @@ static Value text_builtin(Template *t, Str f, Str s, const Value *a) {   // s: a
     if (is(f, "raise_exception")) stop(t, "%s", copy(t, s));
     if (is(f, "strftime_now")) s = date(t, s);
     if (is(f, "upper lower capitalize title _title")) s = recased(t, s, *f.s);
-    static const char *const html[] = {"&&amp;", "<&lt;", ">&gt;", "'&#39;", "\"&#34;"};
-    for (size_t i = 0; i < COUNT(html) && is(f, "escape e"); i++)
-        s = join(t, str(html[i] + 1), split(t, s, (Str){html[i], 1}, -1));
     if (is(f, "trim strip lstrip")) s = strip(t, s, a[1], LEFT);
     if (is(f, "trim strip rstrip")) s = strip(t, s, a[1], RIGHT);
     if (is(f, "replace")) s = join(t, to_text(t, a[2]), split(t, s, to_text(t, a[1]), -1));
@@ -5690,14 +5686,9 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
                                                   int_value(1), (Value){0}, l).list);
     if (is(f, "reverse") && v.kind != V_STRING) v = list_value(items_of(t, v));
     if (is(f, "reverse")) return slice(t, v, none, none, int_value(-1));
-    if (is(f, "sum")) {
-        for (l = items_of(t, v), v = a[2]; l.n; l.n--)
-            v = operate(t, str("+"), v, get(t, *l.v++, a[1]));
-        return v;
-    }
-    if (is(f, "dictsort")) return list_value(sorted(t, pairs_of(t, v), int_value(0), false, false));
-    if (is(f, "sort")) return list_value(sorted(t, items_of(t, v), a[2], truth(a[1]), false));
-    if (is(f, "min max")) v = list_value(sorted(t, items_of(t, v), a[2], f.s[1] == 'a', false));
+    if (is(f, "dictsort")) return list_value(sorted(t, pairs_of(t, v), int_value(0), false));
+    if (is(f, "sort")) return list_value(sorted(t, items_of(t, v), a[2], truth(a[1])));
+    if (is(f, "min max")) v = list_value(sorted(t, items_of(t, v), a[2], f.s[1] == 'a'));
     if (is(f, "first last min max"))
         return member(t, list_value(items_of(t, v)), int_value(-(*f.s == 'l')));
     if (is(f, "map")) return chosen(t, f, v, a[4], a[1], (List){a + 2, !!a[2].kind + !!a[3].kind});
@@ -5708,7 +5699,7 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     if (is(f, "unique")) {
         Value keys = list_value(l);
         for (List all = items_of(t, v); all.n; all.n--, all.v++) {
-            Value key = key_of(t, *all.v, a[2], false);
+            Value key = key_of(t, *all.v, a[2]);
             if (!contains(t, keys, key)) push(t, &l, *all.v);
             push(t, &keys.list, key);
         }
@@ -5717,10 +5708,9 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     if (is(f, "tojson")) {
         bool lines = a[2].kind != V_NONE;
         Str indent = repeat(t, str(" "), lines ? must_be(t, a[2], V_INT).i : 0);
-        if (truth(a[1]) || a[3].kind != V_NONE)
-            stop(t, "tojson knows no ensure_ascii and no separators");
-        return string_value(written(t, NOTHING, v, truth(a[4]) ? SORTED : JSON,
-                                    str(lines ? "\n" : ""), indent));
+        if (truth(a[1]) || a[3].kind != V_NONE || truth(a[4]))
+            stop(t, "tojson knows no ensure_ascii, separators and sort_keys");
+        return string_value(written(t, NOTHING, v, true, str(lines ? "\n" : ""), indent));
     }
     if (is(f, "int float")) {
         char *s = copy(t, strip(t, strip(t, to_text(t, v), none, LEFT), none, RIGHT)), *end;
@@ -10016,8 +10006,8 @@ int main(int argc, char **argv) {
 
 // ---- appendix: Unicode ----
 //
-// UTF-8, and what the tokenizers need of the Unicode standard, version 15.1: three tables of ranges
-// of characters, each range with a value, made from the standard's UnicodeData.txt.
+// What the tokenizers need of the Unicode standard, version 15.1: three tables of ranges of
+// characters, each range with a value, made from the standard's UnicodeData.txt.
 //   - CLASSES: s for the categories Z*, U+0009 to U+000D and U+0085; for others the first letter of
 //     the category, D for Nd; and W if that is Nl or Pc, or the character alphabetic, but no letter
 //     and no mark. Letters are L, and x (Lm, Lo), U (Lu, Lt) or v (Ll), of which the table has x,
@@ -10158,39 +10148,6 @@ static const char *const UNICODE_BASE[] = {   // the character without its accen
     "da_%bdr(o}`7rojKro};o}m0#c#o~oKo}v[aqzCard'oSbGg#arkOruxWpag/`g3x/atoWc+aty[pdw;rzpSrzx/`b7p?",
     "dhi%bdrCauy/avaCK[`7[c[phj7",
 };
-
-static size_t utf8_length(char first) {   // bytes of the character that begins so
-    uint8_t c = first;
-    if (c < 0xE0) return c < 0xC0 ? 1 : 2;
-    return c < 0xF0 ? 3 : 4;
-}
-
-// the character that begins text s [n], and in *used the number of its bytes
-static uint32_t utf8_decode(const char *s, size_t n, size_t *used) {
-    size_t len = utf8_length(s[0]);
-    uint32_t c = len == 1 ? (uint8_t)s[0] : s[0] & (0x7Fu >> len);
-    bool ok = len <= n && (len == 1 ? c < 0x80 : (uint8_t)s[0] < 0xF8);
-    for (size_t i = 1; ok && i < len; i++) {
-        ok = (s[i] & 0xC0) == 0x80;
-        c = c << 6 | (s[i] & 0x3F);
-    }
-    ok = ok && c <= 0x10FFFF;
-    *used = ok ? len : 1;
-    return ok ? c : UTF8_BAD;
-}
-
-static size_t utf8_encode(uint32_t c, char *out) {   // returns its bytes, 4 at most
-    size_t len = c < 0x80 ? 1 : 2;
-    if (c >= 0x800) len = c < 0x10000 ? 3 : 4;
-    for (size_t i = len - 1; i > 0; i--, c >>= 6) out[i] = 0x80 | (c & 0x3F);
-    out[0] = len == 1 ? c : c | (0xF00 >> len & 0xFF);
-    return len;
-}
-
-static bool utf8_valid(uint32_t c, size_t used) {   // was c, decoded from `used` bytes, proper?
-    char s[4];
-    return utf8_encode(c, s) == used && c - 0xD800 >= 0x800;
-}
 
 static uint32_t range_number(const char **s) {
     uint32_t high = 0;
