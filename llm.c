@@ -4264,12 +4264,11 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
     {"dbrx smaug-bpe glm4 chatglm-bpe", 0, {RULE_LLAMA3}},
     {"jais-2", 0,
      {"i|[^rLN]?L+|N3| ?[^sLN]+r*|s*r+|s=9!|s=8!|s=7!|s=6!|s=5!|s=4!|s=3!|s=2!|s=1!|s"}},
-    {"qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", 0,
-     {RULE_QWEN2}},
+    {"qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2 bailingmoe "
+     "bailingmoe2 llada-moe", 0, {RULE_QWEN2}},
     {"laguna", 0, {"[^n]+|n+", RULE_QWEN2}},
     {"ufakzeka", 0, {"[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"}},
     {"seed-coder", 0, {"i|[^rLN]?L+|N| ?[^sLN]+|s*r+|s+!|s+"}},
-    {"bailingmoe bailingmoe2 llada-moe", 0, {"i|[^rLN]?L+|N| ?[^sLN]+r*|s*r|s+!|s+"}},
     {"exaone-moe", 0, {"i|[^rLN]?w|N| ?[^sLN]+[r/]?|s*r|s+!|s+"}},
     {"minicpm5", PRE_WHOLE, {"N3", "i|[^rLN]?L+|N+| ?[^sLN]+r*|s*r+|s+!|s+"}},
     {"kimi-k2", PRE_WHOLE,
@@ -4505,8 +4504,8 @@ static void word_join(Work *w) {
     }
 }
 
-// Returns the token of the len bytes at byte i of the word; -1: there is none. WordPiece and unigram
-// try one length after the other, so *hash, 0 at first, is that of one byte less.
+// the token of the len bytes at byte i of the word; -1: there is none. WordPiece and unigram try
+// one length after the other, so *hash goes from that of len - 1 bytes to that of len.
 static int32_t token_longer(const Work *w, size_t i, size_t len, uint64_t *hash) {
     Str s = {w->text + i, len};
     *hash = hash_text(*hash, (Str){s.s + len - 1, 1});
@@ -4616,11 +4615,6 @@ static size_t charsmap_match(const Tokenizer *t, const char *s, size_t n, const 
     return match;
 }
 
-static void append(char *out, uint64_t *len, const char *s, size_t n) {   // out NULL: counts only
-    if (out) memcpy(out + *len, s, n);
-    *len += n;
-}
-
 // Spells a fragment as unigram's tokens are spelled; returns its bytes. out NULL: only counts them.
 static uint64_t unigram_spell(const Tokenizer *t, const char *s, size_t n, char *out) {
     uint64_t len = 0;
@@ -4633,9 +4627,11 @@ static uint64_t unigram_spell(const Tokenizer *t, const char *s, size_t n, char 
         for (; bytes > 0; bytes--, to++) {
             bool space = *to == ' ';
             owed = owed || (space && t->trim_spaces);
-            if (space ? !t->trim_spaces : owed) append(out, &len, "\u2581", 3);
+            size_t mark = (space ? !t->trim_spaces : owed) ? 3 : 0;
+            if (out) memcpy(out + len, "\u2581", mark);
+            len += mark + !space;
             if (space) continue;
-            append(out, &len, to, 1);
+            if (out) out[len - 1] = *to;
             owed = false;
         }
     }
@@ -4719,8 +4715,8 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
             at = s - 1;
         }
     }
-    n = end - s;
-    if (n) (t->kind == TOKENIZER_UNIGRAM ? unigram_tokenize : fragment_tokenize)(w, s, n);
+    if (s == end) return;
+    (t->kind == TOKENIZER_UNIGRAM ? unigram_tokenize : fragment_tokenize)(w, s, end - s);
 }
 
 enum { TOKENS_ADD = 1,        // adds the first and last tokens that the metadata asks for
@@ -4739,8 +4735,7 @@ API bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned
               .types = flags & TOKENS_SPECIAL ? SPECIAL_TYPES : 1 << TOKEN_USER};
     int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
     w.space = t->space_prefix && (before < 0 || token_is(t, before, SPECIAL_TYPES));
-    size_t size = (n + 2) * sizeof *w.ch + m * (2 * sizeof *w.cost + sizeof *w.part + 2);
-    w.cost = malloc(size);
+    w.cost = malloc((n + 2) * sizeof *w.ch + m * (2 * sizeof *w.cost + sizeof *w.part + 2));
     if (!w.cost) return fail(e, "out of memory");
     w.ch = (Char *)(w.cost + 2 * m);
     w.part = (uint32_t *)(w.ch + n + 2);
@@ -5103,6 +5098,7 @@ typedef struct {
     const char *tag_end;                    // where the last tag or text ends
     bool raw;                               // the last tag was {% raw %}
     bool stuck;                             // this tag cannot be read beyond p
+    Node **at;                              // the place of the next node
     int flow;                               // R_break or R_continue on its way to the loop
     char *stack;                            // where the stack ended when the template began
     Dict *scope;                            // the names that are set here; outer: those around it
@@ -5516,9 +5512,8 @@ static bool passes(Template *t, Str test, Value v, Value x) {   // v is test, or
     if (is(test, "number")) return is_number(v);
     if (is(test, "sequence") && v.kind == V_GENERATOR) return false;
     if (is(test, "sequence iterable")) return !v.kind || (v.kind >= V_STRING && v.kind <= V_DICT);
-    if (is(test, "sameas") && v.kind != x.kind) return false;
-    if (is(test, "sameas") && v.kind > V_STRING) return v.dict == x.dict;   // or a list's v
-    if (is(test, "sameas")) return !order(t, v, x);
+    if (is(test, "sameas") && v.kind > V_STRING) return v.kind == x.kind && v.dict == x.dict;
+    if (is(test, "sameas")) return v.kind == x.kind && !order(t, v, x);
     if (is(test, "filter")) return entry(t, t->builtins, must_be(t, v, V_STRING));
     for (size_t k = 0; k < COUNT(operators); k++)
         if (is(test, operators[k][1])) return operate(t, str(operators[k][0]), v, x).i;
@@ -5538,9 +5533,7 @@ static Str join(Template *t, Str by, List l) {
 static List split(Template *t, Str s, Str by, int64_t most) {
     List l = {0};
     if (!by.n) stop(t, "an empty separator");
-    for (; most != 0; most--) {
-        const char *at = find(t, s, by);
-        if (!at) break;
+    for (const char *at; most && (at = find(t, s, by)); most--) {
         push(t, &l, string_value((Str){s.s, at - s.s}));
         s = str_from(s, at - s.s + by.n);
     }
@@ -5926,7 +5919,7 @@ static bool read_name(Template *t, Value *v) {   // which is none of the words b
 static bool (*const READERS[])(Template *, Value *) = {
     read_name, read_string, read_number, read_text, read_wrong};
 
-static bool read_choice(Template *t, const char *g, Node ***at);
+static bool read_choice(Template *t, const char *g);
 
 static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     size_t n = 1;
@@ -5936,49 +5929,60 @@ static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     return n + 1;
 }
 
-// Reads one item of n characters of grammar. Its node goes to *at, and *at moves to the place of
-// the next node. False: the item is not here, and nothing is read; or it begins here, and t->stuck.
-static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
+// Reads one item of n characters of grammar. Its node goes to *t->at, and t->at moves on. False:
+// the item is not here, and nothing is read; or it begins here, and t->stuck.
+static bool read_item(Template *t, const char *g, size_t n) {
     if (t->stuck && strncmp(g, "wrong", n)) return false;
-    if (*g == '(') return read_choice(t, g + 1, at);
+    if (*g == '(') return read_choice(t, g + 1);
     if (*g == '\'') return read_word(t, (Str){g + 1, n - 2});
     int r = *g == '`' ? R_word : 0;
     while (r < R_word && (strncmp(RULES[r].name, g, n) || RULES[r].name[n])) r++;
     if (r != R_text && r != R_block) t->p = skip_space(t->p);
-    Node node = {.rule = r, .source = t->source ? t->p : NULL}, **last = &node.first;
+    Node node = {.rule = r, .source = t->source ? t->p : NULL}, **at = t->at, **last;
     bool found;
     enter(t);
+    t->at = &node.first;
     if (r == R_word) node.v = string_value((Str){g + 1, n - 2});
     if (r == R_word) found = read_word(t, node.v.s);
-    else if (r < R_name) found = read_choice(t, RULES[r].grammar, &last);
+    else if (r < R_name) found = read_choice(t, RULES[r].grammar);
     else found = READERS[r - R_name](t, &node.v);
+    last = t->at;
+    t->at = at;
     if (!found) return false;
     bool alone = r <= R_atom && node.first && !node.first->next;
-    **at = alone ? node.first : memcpy(obtain(t, sizeof node), &node, sizeof node);
-    *at = alone ? last : &(**at)->next;
+    *at = alone ? node.first : memcpy(obtain(t, sizeof node), &node, sizeof node);
+    t->at = alone ? last : &(*at)->next;
     return true;
 }
 
 // Reads the first alternative at g that fits; they end with a closing bracket or the text's end.
-static bool read_choice(Template *t, const char *g, Node ***at) {
-    Node **start = *at;
+static bool read_choice(Template *t, const char *g) {
+    Node **start = t->at;
     for (;; g += 2) {   // behind "| "
         bool fits = true, begun = false;   // all items so far are here; an item has been read
         while (*g && *g != '|' && *g != ')') {
             size_t n = item_length(g);
-            bool found = fits && read_item(t, g, n, at);
+            bool found = fits && read_item(t, g, n);
             begun = begun || found;
-            while (found && g[n] == '*' && read_item(t, g, n, at)) {}
+            while (found && g[n] == '*' && read_item(t, g, n)) {}
             fits = fits && !t->stuck && (found || (g[n] && strchr("*?", g[n])));
             t->stuck = t->stuck || (begun && !fits);
             g += n;
             g += strspn(g, " *?");
         }
         if (fits) return true;
-        *at = start;
+        t->at = start;
         *start = NULL;
         if (*g != '|') return false;
     }
+}
+
+static Node *read_rule(Template *t, const char *rule, const char *p) {
+    Node *found = NULL;
+    t->at = &found;
+    t->p = p;
+    read_item(t, rule, strlen(rule));
+    return found;
 }
 
 // ---- it runs
@@ -6002,9 +6006,7 @@ static Value macro_value(Template *t, Str name, const Node *params, const Node *
 
 static void read_builtins(Template *t) {
     for (size_t i = 0; i < COUNT(BUILTINS); i++) {
-        Node *row = NULL, **at = &row;
-        t->p = BUILTINS[i];
-        read_item(t, "builtin", 7, &at);
+        const Node *row = read_rule(t, "builtin", BUILTINS[i]);
         for (const Node *k = row->first; k->rule == R_name; k = k->next)
             set(t, t->builtins, k->v, macro_value(t, k->v.s, child(row, R_params), NULL));
     }
@@ -6231,49 +6233,43 @@ static Value eval(Template *t, const Node *n) {
     return v;
 }
 
-// Adds a message whose content is a text, or a list of one part (see template_render).
-static void push_message(Template *t, List *messages, const ChatMessage *m, bool parts) {
-    Dict *message = new_dict(t, NULL), *part = new_dict(t, NULL);
-    Value content = string_value(concat(t, NOTHING, m->content));
-    List list = {0};
-    if (content.s.n && !str_eq(m->role, "assistant"))
-        memset(shadow(t, content.s.s), FOREIGN, content.s.n);
-    set(t, part, word_value("type"), word_value("text"));
-    set(t, part, word_value("text"), content);
-    push(t, &list, dict_value(part));
-    set(t, message, word_value("role"), string_value(concat(t, NOTHING, m->role)));
-    set(t, message, word_value("content"), parts ? list_value(list) : content);
-    push(t, messages, dict_value(message));
+static void push_message(Template *t, List *messages, const ChatMessage *m, const Node *shape) {
+    Str text = concat(t, NOTHING, m->content);
+    if (text.n && !str_eq(m->role, "assistant")) memset(shadow(t, text.s), FOREIGN, text.n);
+    set(t, t->scope, word_value("role"), string_value(concat(t, NOTHING, m->role)));
+    set(t, t->scope, word_value("text"), string_value(text));
+    push(t, messages, eval(t, shape));
 }
 
 // Reads the template, sets the names that it sees, and runs it. False: it stopped, and e says why.
 static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
                          int think, bool parts, Rendered *out) {
+    static const char *const shapes[] = {   // a message's content is a text, or a list of one part
+        "{'role': role, 'content': text}",
+        "{'role': role, 'content': [{'type': 'text', 'text': text}]}"};
     t->stack = __builtin_frame_address(0);
     if (setjmp(t->failed)) return false;
     List messages = {0};
-    Node *root = NULL, **at = &root;
     t->scope = new_dict(t, NULL);
     t->builtins = new_dict(t, NULL);
     read_builtins(t);
+    const Node *shape = read_rule(t, "value", shapes[parts]);
+    for (size_t i = 0; i < n; i++) push_message(t, &messages, &m[i], shape);
+    t->scope = eval(t, read_rule(t, "value", "{'self': {}, 'add_generation_prompt': true, "
+                                 "'tools': none, 'documents': none}")).dict;
     // \r\n and \r become \n, and the last \n is dropped
     char *to = obtain(t, source.n + 4);
-    t->source = t->p = t->tag_end = to;
+    t->source = t->tag_end = to;
     for (size_t i = 0; i < source.n; i++) {
         if (source.s[i] == '\n' && i && source.s[i - 1] == '\r') continue;
         *to++ = source.s[i] == '\r' ? '\n' : source.s[i];
     }
     if (to > t->source && to[-1] == '\n') *--to = 0;
-    read_item(t, "block", 5, &at);
+    const Node *root = read_rule(t, "block", t->source);
     if (t->p < to || t->p != t->tag_end) unexpected(t, t->p);
-    for (size_t i = 0; i < n; i++) push_message(t, &messages, &m[i], parts);
-    set(t, t->scope, word_value("self"), dict_value(new_dict(t, NULL)));
     set(t, t->scope, word_value("messages"), list_value(messages));
-    set(t, t->scope, word_value("add_generation_prompt"), bool_value(true));
     set(t, t->scope, word_value("bos_token"), string_value(concat(t, NOTHING, bos)));
     set(t, t->scope, word_value("eos_token"), string_value(concat(t, NOTHING, eos)));
-    set(t, t->scope, word_value("tools"), (Value){.kind = V_NONE});
-    set(t, t->scope, word_value("documents"), (Value){.kind = V_NONE});
     if (think >= 0) set(t, t->scope, word_value("enable_thinking"), bool_value(think));
     if (think >= 0) set(t, t->scope, word_value("thinking"), bool_value(think));
     Str text = eval(t, root).s;

@@ -2740,9 +2740,8 @@ static const struct { const char *gguf, *tsv; } TOK_GOLDENS[] = {
     {"archs/bert", "wpm"}, {"tok/unigram", "unigram"}};
 
 // of a file with these keys and what w has
-static const Tokenizer *written_tokenizer(Writer *w, const char *model, const char *pre,
-                                          const char *tokens, const char *merges,
-                                          const char *keys) {
+static const Tokenizer *vocabulary(Writer *w, const char *model, const char *pre,
+                                   const char *tokens, const char *merges, const char *keys) {
     key_vocab(w, model, pre, tokens, merges);
     put_keys(w, "tokenizer.ggml", keys);
     write_gguf(w, scratch("vocab.gguf"));
@@ -2751,7 +2750,7 @@ static const Tokenizer *written_tokenizer(Writer *w, const char *model, const ch
 
 // want: the ids of text [n], as decimal numbers; NULL: any
 static void tokens_are(const Tokenizer *t, const char *s, size_t n, const void *mark, int how,
-                      const char *want) {
+                       const char *want) {
     Tokens ids = {0};
     MUST(tokenize, t, s, n, mark, how, &ids);
     char *got = need(12 * ids.n), *end = got;
@@ -2822,7 +2821,7 @@ static void test_tokenizer_rules(void) {
         const char *arch = rules[k].arch, *pre = rules[k].pre, *tokens = "a,b,c,d,e,f,g,h,i,j,k,l";
         key_text(&w, "general.architecture", arch ? arch : "qwen2");
         if (k + 1 == COUNT(rules)) tokens = llama3;
-        const Tokenizer *t = written_tokenizer(&w, "gpt2", pre, tokens, "a b", "");
+        const Tokenizer *t = vocabulary(&w, "gpt2", pre, tokens, "a b", "");
         CHECK(!*t->note == (arch || strcmp(pre, "default")), "%s: '%s'", arch, t->note);
         size_t n = 0;
         for (const char *s = rules[k].words; *s;) {
@@ -2872,7 +2871,7 @@ static void test_tokenizer_special(void) {
         {"<s><s>", "\0\0\1\0\0\0", "3", TOKENS_SPECIAL}};
     Writer w = {0}, phi = {0};
     put_tensor(&w, "token_embd.weight", (int[3]){8, 13}, 0, 1);   // has no <v>
-    const Tokenizer *t = written_tokenizer(&w, "gpt2", "gpt-2",
+    const Tokenizer *t = vocabulary(&w, "gpt2", "gpt-2",
         "a,b,ab,<s>,bb,bbb,<|im_end|>,</x>,<u>,<|eot_id|>,c,<PRE>,<|start|>,<v>", "a b",
         "token_type=1,1,1,3,4,4,1,3,2,1,1,4,3,4 eos_token_id=7 bos_token_id=3 add_bos_token=1 "
         "eos_token_ids=7,10");
@@ -2885,33 +2884,30 @@ static void test_tokenizer_special(void) {
         CHECK(token_is_eog(t, id) == (id == 6 || id == 7 || id == 9 || id == 10), "eog %d", id);
     CHECK(token_find(t, "bbb") == 5 && token_find(t, "x") == -1, "find");
     // empty and repeated tokens are no error
-    t = written_tokenizer(&(Writer){0}, "gpt2", NULL, "a,b,,a", "a b", "");
+    t = vocabulary(&(Writer){0}, "gpt2", NULL, "a,b,,a", "a b", "");
     CHECK(*t->note && token_find(t, "a") == 0, "no pre");
     // behind Phi-3's special tokens, but for three, white space is dropped
     key_text(&phi, "general.name", "A PHI-3 of ours");
     key_array(&phi, "tokenizer.ggml.token_type", GGUF_U32, 6, (uint32_t[]){1, 1, 3, 3, 1, 1}, 24);
-    t = written_tokenizer(&phi, "gpt2", "gpt-2", "a,b,<s>,<u>,Ċ,Ġ", "a b", "eos_token_ids=1,6,0");
+    t = vocabulary(&phi, "gpt2", "gpt-2", "a,b,<s>,<u>,Ċ,Ġ", "a b", "eos_token_ids=1,6,0");
     CHECK(strstr(t->note, "has 6, but there are 6 tokens") && token_is_eog(t, 0), "'%s'", t->note);
     tokens_are(t, "a\n<u> \n\tb<s>\nb", 15, NULL, TOKENS_SPECIAL, "0 4 3 1 2 4 1");
     for (int merges = 0; merges < 2; merges++) {   // Ollama calls Gemma 4's `llama`
-        t = written_tokenizer(&(Writer){0}, "llama", "gemma4", "a,b,ab,<s>", merges ? "a b" : NULL,
-                              "bos_token_id=3 scores=0,0,0,0");
+        t = vocabulary(&(Writer){0}, "llama", "gemma4", "a,b,ab,<s>", merges ? "a b" : NULL,
+                       "bos_token_id=3 scores=0,0,0,0");
         CHECK(t->kind == (merges ? TOKENIZER_BPE : TOKENIZER_SPM), "Gemma 4's other name, or not");
     }
     // white space is no word; without scores the leftmost joins
-    t = written_tokenizer(&(Writer){0}, "whitespace", "whitespace", "a,b,ab, ,é,é漢,<s>", "a b,é 漢",
-                          "");
+    t = vocabulary(&(Writer){0}, "whitespace", "whitespace", "a,b,ab, ,é,é漢,<s>", "a b,é 漢", "");
     tokens_are(t, " ab  B é漢\na\n", 14, NULL, TOKENS_ADD, "2 5 0");
-    t = written_tokenizer(&(Writer){0}, "llama", NULL, "<u>,a,b,ab,▁,▁a", NULL, "");
+    t = vocabulary(&(Writer){0}, "llama", NULL, "<u>,a,b,ab,▁,▁a", NULL, "");
     tokens_are(t, "ab", 2, NULL, 0, "5 2");
     // the ids of special tokens lie outside the vocabulary: a note, and defaults
-    t = written_tokenizer(&(Writer){0}, "gpt2", "gpt-2", "a,b", "a b",
-                          "bos_token_id=2 eos_token_id=9");
+    t = vocabulary(&(Writer){0}, "gpt2", "gpt-2", "a,b", "a b", "bos_token_id=2 eos_token_id=9");
     CHECK(strstr(t->note, "bos_token_id is 2, but there are 2 tokens"), "'%s'", t->note);
     CHECK(t->bos == -1 && t->eos == -1, "%d %d", t->bos, t->eos);
-    for (int i = 0; i < 2; i++)   // no such tokens: no text, no type
-        CHECK(!token_at(t, (int32_t[]){-1, 2}[i]).text.n && !token_is(t, 2, ~(1 << TOKEN_UNUSED)),
-              "a token outside");
+    for (int32_t id = -1; id < 3; id += 3)   // no such tokens: no text, no type
+        CHECK(!token_at(t, id).text.n && !token_is(t, id, ~(1 << TOKEN_UNUSED)), "outside");
 }
 
 // bytes of a character arrive one by one; what cannot become one is U+FFFD
@@ -2921,7 +2917,7 @@ static void test_tokenizer_streaming(void) {
         {5, "\uFFFDa"}, {4, "\uFFFD"}, {6, ""}, {0, " x"}, {1, ""}, {8, "\uFFFD\u00E9"}};
     char out[128];
     Detokenizer d = {0};
-    const Tokenizer *t = written_tokenizer(&(Writer){0}, "llama", NULL,
+    const Tokenizer *t = vocabulary(&(Writer){0}, "llama", NULL,
         "\u2581x,<0xF0>,<0x9F>,<0x98>,<0x80>,a,<s>,<u>,\u00E9", NULL,
         "token_type=1,6,6,6,6,1,3,2,1 scores=0,0,0,0,0,0,0,0,0");
     REQUIRE(t->detokenize_max <= sizeof out, "%zu bytes a token", t->detokenize_max);
