@@ -4363,7 +4363,7 @@ static size_t contraction_length(const Char *ch, size_t n, bool any_case) {   //
 // Returns the end of the match of an alternative at ch, or NULL; the piece ends at `end`. An item
 // takes all it can, and gives back one character after the other until the rest matches.
 static Char *rule_match(const char *rule, Char *ch, Char *end) {
-    if (!*rule || *rule == '|') return ch;
+    if (!*rule || *rule == '|') return ch;   // all items have matched
     if (*rule == '!')
         return ch == end || ch->set & CLASS('s') ? rule_match(rule + 1, ch, end) : NULL;
     if (*rule == '\'' || *rule == 'i' || *rule == '~') {
@@ -4376,7 +4376,7 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
             if (ch->set & CLASS(' ') && (ch + 1 == end || !(ch[1].set & CLASS('L')))) break;
         return rule_match(rule + 1, ch, end);
     }
-    bool none = *rule == '[' && rule[1] == '^';   // it matches none of the set
+    bool none = *rule == '[' && rule[1] == '^';   // [^..] matches none of the set
     uint64_t set = *rule == '[' ? 0 : CLASS(*rule);
     if (!set) for (rule += none ? 2 : 1; *rule != ']'; rule++) set |= CLASS(*rule);
     rule++;
@@ -4386,7 +4386,7 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
     if (times == '3') most = 3;
     if (times == '=') least = most = 1 << (*rule++ - '0');
     while (n < most && ch + n < end && !(ch[n].set & set) == none) n++;
-    for (; n >= least; n--) {
+    for (; n >= least; n--) {   // gives back one after the other
         Char *match = rule_match(rule, ch + n, end);
         if (match) return match;
     }
@@ -10026,8 +10026,7 @@ int main(int argc, char **argv) {
 //
 // UNICODE_LOWER begins with "c6`';&`K8". Here c6 is 4 * 60 + 19 = 259 = 4 * 64 + 3: 64 is written
 // for 32, the value of 'A', as 'a' is 'A' + 32, and both other numbers follow. `' is 1 * 60 + 4 =
-// 64: 65 characters lie before 'A'. ; is 24: the range has 26, to 'Z'. Then & is 3: 32 again; `K is
-// 100: 101 characters lie between 'Z' and U+00C0; 8 is 21: the range has 23, to U+00D6.
+// 64: 65 characters lie before 'A'. ; is 24: the range has 26, to 'Z'. The next one begins with &.
 
 static const char *const UNICODE_CLASSES[] = {   // the index into CLASS_LETTERS
     "`0*(&,3'0$+('+(%L+H#,$(#P;T$+`/`+P;K+'+4'',;'/,&',#?;+30%8#;GD#+7';0$3@8KH@KHb0+(%,%(b=+(<,3",
