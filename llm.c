@@ -4296,7 +4296,7 @@ enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED,
        TOKEN_TYPE = 15, TOKEN_EOG = 16, TOKEN_TURN = 32, TOKEN_STRIP = 64 };
 enum { SPECIAL_TYPES = 1 << TOKEN_USER | 1 << TOKEN_CONTROL | 1 << TOKEN_UNKNOWN,
        UNIGRAM_TYPES = 1 << TOKEN_USER | 1 << TOKEN_NORMAL | 1 << TOKEN_UNUSED };   // as words
-enum { SPM_SPACE = 0x2581, RAW_BYTE = 0x110000 };   // RAW_BYTE + b: a byte of SentencePiece's text
+enum { SPM_SPACE = 0x2581 };
 
 typedef struct Tokenizer {
     int kind;
@@ -4534,11 +4534,12 @@ static void word_pieces(Work *w) {
 }
 
 // Writes a character as the vocabulary spells it, and returns the number of bytes, at most 8.
+// SentencePiece has no rules, so any byte is a character there.
 static size_t character_spell(const Tokenizer *t, uint32_t c, char *out) {
     char bytes[4];
     size_t n = 0;
-    if (c >= RAW_BYTE) {
-        *out = c - RAW_BYTE;
+    if (t->kind == TOKENIZER_SPM && c != ' ') {
+        *out = c;
         return 1;
     }
     if (t->pre->flags & PRE_SPACES) return utf8_encode(c == ' ' ? SPM_SPACE : c, out);
@@ -4553,12 +4554,8 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
     bool spm = t->kind == TOKENIZER_SPM, wpm = t->kind == TOKENIZER_WPM;
     Char *end = w->ch, *next;
     if (w->space) *end++ = (Char){.c = ' '};
-    for (size_t i = 0, used; i < n; i += used) {
-        uint32_t c = utf8_decode(s + i, n - i, &used);
-        if (spm && c != ' ') {   // no rules: any byte but a space is a character
-            c = RAW_BYTE + (uint8_t)s[i];
-            used = 1;
-        }
+    for (size_t i = 0, used = 1; i < n; i += used) {
+        uint32_t c = spm ? (uint8_t)s[i] : utf8_decode(s + i, n - i, &used);
         if (wpm) c = unicode_fold(c, t->lower_case, t->strip_accents);
         if (wpm && !c) continue;   // it is dropped
         *end++ = (Char){spm ? 0 : unicode_classes(c), c, false};
@@ -5118,7 +5115,7 @@ static void stop(Template *t, const char *format, ...) {
     va_start(args, format);
     vsnprintf(why, sizeof why, format, args);
     va_end(args);
-    for (const char *c = t->source; c < t->p; c++) line += *c == '\n';
+    for (const char *c = t->source; c && c < t->p; c++) line += *c == '\n';
     fail(t->e, "chat template, line %d: %s", line, why);
     longjmp(t->failed, 1);
 }
@@ -5774,8 +5771,7 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     X(test, "'is' `not`? (`in` | name) postfix?") \
     X(arg, "(`**` | `*`)? value ('=' value)?")  X(filter, "name args?") \
     X(block, "(text | print | '{%' (statement | wrong)?)*") X(print, "'{{' (tuple '}}' | wrong)") \
-    X(statement, "if | for | set | macro | call | with | pipe | raw | generation | break | " \
-                 "continue") \
+    X(statement, "if | for | set | macro | call | with | pipe | raw | break | continue") \
     X(if, "'if' (value '%}' | wrong) block (elif | else)? 'endif' '%}'") X(cond, "'if' value") \
     X(elif, "'elif' (value '%}' | wrong) block (elif | else)?")     X(else, "'else' '%}' block") \
     X(for, "'for' (targets 'in' or cond? '%}' | wrong) block else? 'endfor' '%}'") \
@@ -5784,11 +5780,11 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     X(macro, "'macro' name (params '%}' | wrong) block 'endmacro' '%}'") \
     X(call, "'call' (params name args '%}' | wrong) block 'endcall' '%}'") \
     X(params, "('(' (param (',' param?)*)? ')')?")          X(param, "name ('=' value)?") \
-    X(with, "'with' (lets '%}' | wrong) block 'endwith' '%}'") \
+    X(with, "'with' (lets '%}' | wrong) block 'endwith' '%}' | " \
+            "'generation' ('%}' | wrong) block 'endgeneration' '%}'") \
     X(lets, "(let (',' let)*)?")    X(let, "name '=' value") \
     X(pipe, "'filter' (filter '%}' | wrong) block 'endfilter' '%}'") \
     X(raw, "'raw' '%}' text? '{%' 'endraw' '%}'")           X(builtin, "name* params") \
-    X(generation, "'generation' ('%}' | wrong) block 'endgeneration' '%}'") \
     X(break, "'break' '%}'")                X(continue, "'continue' '%}'") \
     X(name, 0) X(string, 0) X(number, 0) X(text, 0) X(wrong, 0) X(word, 0)
 #define X(name, grammar) R_##name,
@@ -6008,14 +6004,6 @@ static Value macro_value(Template *t, Str name, const Node *params, const Node *
     return (Value){.kind = V_MACRO, .macro = m};
 }
 
-static void read_builtins(Template *t) {
-    for (size_t i = 0; i < COUNT(BUILTINS); i++) {
-        const Node *row = read_rule(t, "builtin", BUILTINS[i]);
-        for (const Node *k = row->first; k->rule == R_name; k = k->next)
-            set(t, t->builtins, k->v, macro_value(t, k->v.s, child(row, R_params), NULL));
-    }
-}
-
 static Value look_up(Template *t, Value name) {
     for (Dict *d = t->scope; d; d = d->outer) {
         Value *v = entry(t, d, name);
@@ -6220,8 +6208,7 @@ static Value eval(Template *t, const Node *n) {
     case R_set:
         assign(t, first, first->next == block ? captured(t, block, NULL) : eval(t, first->next));
         break;
-    case R_with: v = captured(t, block, first); break;
-    case R_generation: v = captured(t, block, NULL); break;
+    case R_with: v = captured(t, block, child(n, R_lets)); break;
     case R_pipe: v = suffixed(t, captured(t, block, NULL), first); break;
     case R_call: {   // the macro gets the block as one of its own, `caller`
         Args a = arguments(t, first->next->next);
@@ -6237,14 +6224,6 @@ static Value eval(Template *t, const Node *n) {
     return v;
 }
 
-static void push_message(Template *t, List *messages, const ChatMessage *m, const Node *shape) {
-    Str text = concat(t, NOTHING, m->content);
-    if (text.n && !str_eq(m->role, "assistant")) memset(shadow(t, text.s), FOREIGN, text.n);
-    set(t, t->scope, word_value("role"), string_value(concat(t, NOTHING, m->role)));
-    set(t, t->scope, word_value("text"), string_value(text));
-    push(t, messages, eval(t, shape));
-}
-
 // Reads the template, sets the names that it sees, and runs it. False: it stopped, and e says why.
 static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
                          int think, bool parts, Rendered *out) {
@@ -6256,9 +6235,19 @@ static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n
     List messages = {0};
     t->scope = new_dict(t, NULL);
     t->builtins = new_dict(t, NULL);
-    read_builtins(t);
+    for (size_t i = 0; i < COUNT(BUILTINS); i++) {
+        const Node *row = read_rule(t, "builtin", BUILTINS[i]), *params = child(row, R_params);
+        for (const Node *k = row->first; k != params; k = k->next)
+            set(t, t->builtins, k->v, macro_value(t, k->v.s, params, NULL));
+    }
     const Node *shape = read_rule(t, "value", shapes[parts]);
-    for (size_t i = 0; i < n; i++) push_message(t, &messages, &m[i], shape);
+    for (size_t i = 0; i < n; i++) {
+        Str role = concat(t, NOTHING, m[i].role), text = concat(t, NOTHING, m[i].content);
+        if (text.n && !str_eq(role, "assistant")) memset(shadow(t, text.s), FOREIGN, text.n);
+        set(t, t->scope, word_value("role"), string_value(role));
+        set(t, t->scope, word_value("text"), string_value(text));
+        push(t, &messages, eval(t, shape));
+    }
     t->scope = eval(t, read_rule(t, "value", "{'self': {}, 'add_generation_prompt': true, "
                                  "'tools': none, 'documents': none}")).dict;
     // \r\n and \r become \n, and the last \n is dropped
