@@ -4414,11 +4414,11 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
     // no line ends in white space before `dry`: s*r.. would search on from each of many spaces
     for (Char *dry = ch, *match; ch < end; ch = match ? match : ch + 1) {
         match = NULL;
-        for (const char *way = rule; way && !match; way = strchr(way, '|')) {
-            way += *way == '|';
-            bool line = !strncmp(way, "s*r", 3);
+        for (const char *choice = rule; choice && !match; choice = strchr(choice, '|')) {
+            choice += *choice == '|';
+            bool line = !strncmp(choice, "s*r", 3);
             if (line && ch < dry) continue;
-            match = rule_match(way, ch, end);
+            match = rule_match(choice, ch, end);
             if (line) for (dry = ch; dry < end && dry->set & CLASS('s');) dry++;
         }
         if (match) ch->cut = match->cut = true;
@@ -5637,8 +5637,7 @@ static Value text_builtin(Template *t, Str f, Str s, const Value *a) {   // s: a
         if (at && *f.s == 'r') for (at = last; memcmp(at, x.s, x.n); at--) spend(t, 1 + x.n / 64);
         return int_value(at ? (int64_t)characters(t, (Str){s.s, at - s.s}) : -1);
     }
-    if (is(f, "format")) s = filled(t, s, a, "%s");
-    if (is(f, "_format")) s = filled(t, s, a, "{}");
+    if (is(f, "format _format")) s = filled(t, s, a, *f.s == '_' ? "{}" : "%s");
     if (is(f, "indent")) {   // by default not the first line, and no empty lines
         Str pad = a[1].kind == V_STRING ? a[1].s : repeat(t, str(" "), must_be(t, a[1], V_INT).i);
         List lines = split(t, s, str("\n"), -1);
@@ -5977,7 +5976,7 @@ static bool read_choice(Template *t, const char *g) {
     }
 }
 
-static Node *read_rule(Template *t, const char *rule, const char *p) {
+static Node *read_rule(Template *t, const char *rule, const char *p) {   // NULL: it is not at p
     Node *found = NULL;
     t->at = &found;
     t->p = p;
