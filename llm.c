@@ -4050,17 +4050,47 @@ static void chunk_seen(Session *s) { s->seen = s->history.n - s->guesses; }
 //   WordPiece, bert       by a rule        lower case, no accents            (longest token)
 //   unigram, t5           the whole text   as the file's table says         (highest sum of scores)
 
-// UTF-8 and Unicode, from the appendix. utf8_decode reads a bad byte as UTF8_BAD, but lets overlong
-// forms and surrogates pass; utf8_valid rejects all three. unicode_fold: 0 means that BERT drops c.
 enum { UTF8_BAD = 0xFFFD };
+
+static size_t utf8_length(char first) {   // bytes of the character that begins so
+    uint8_t c = first;
+    if (c < 0xE0) return c < 0xC0 ? 1 : 2;
+    return c < 0xF0 ? 3 : 4;
+}
+
+// The character that begins text s [n], and in *used the number of its bytes. A bad byte is
+// UTF8_BAD, but overlong forms and surrogates pass.
+static uint32_t utf8_decode(const char *s, size_t n, size_t *used) {
+    size_t len = utf8_length(s[0]);
+    uint32_t c = len == 1 ? (uint8_t)s[0] : s[0] & (0x7Fu >> len);
+    bool ok = len <= n && (len == 1 ? c < 0x80 : (uint8_t)s[0] < 0xF8);
+    for (size_t i = 1; ok && i < len; i++) {
+        ok = (s[i] & 0xC0) == 0x80;
+        c = c << 6 | (s[i] & 0x3F);
+    }
+    ok = ok && c <= 0x10FFFF;
+    *used = ok ? len : 1;
+    return ok ? c : UTF8_BAD;
+}
+
+static size_t utf8_encode(uint32_t c, char *out) {   // returns its bytes, 4 at most
+    size_t len = c < 0x80 ? 1 : 2;
+    if (c >= 0x800) len = c < 0x10000 ? 3 : 4;
+    for (size_t i = len - 1; i > 0; i--, c >>= 6) out[i] = 0x80 | (c & 0x3F);
+    out[0] = len == 1 ? c : c | (0xF00 >> len & 0xFF);
+    return len;
+}
+
+static bool utf8_valid(uint32_t c, size_t used) {   // was c, decoded from `used` bytes, proper?
+    char s[4];
+    return utf8_encode(c, s) == used && c - 0xD800 >= 0x800;
+}
+
+// from the appendix
 #define CLASS(letter) (1ull << ((letter) & 63))
-static size_t utf8_length(char first);
-static uint32_t utf8_decode(const char *s, size_t n, size_t *used);
-static size_t utf8_encode(uint32_t c, char *out);
-static bool utf8_valid(uint32_t c, size_t used);
 static uint64_t unicode_classes(uint32_t c);   // a bit for each letter of the rules below
 static uint32_t unicode_lower(uint32_t c);
-static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents);
+static uint32_t unicode_fold(uint32_t c, bool lower_case, bool strip_accents);   // 0: c is dropped
 
 // Byte-level BPE spells a printable byte as itself and the other 68 as U+0100 to U+0143.
 static uint32_t byte_to_char(uint8_t b) {
@@ -4074,27 +4104,22 @@ enum { TEXT_MAX = (SIZE_MAX / 256 < 1 << 28 ? 1 << 24 : 1 << 28) - 1 };
 
 // A hash table from the file's strings to their indices; the first of equal strings counts. Besides
 // tokens the merges of BPE are in one, each as a string "left right".
-typedef struct { uint32_t n; uint64_t power; } Length;   // bytes of some strings; HASH_BASE^n
 typedef struct {
     uint32_t *slot;   // [mask + 1] 1 + index of a string, 0: empty; at most half are used
     Str *str;         // [n] pointing into the map
     uint32_t n, mask;
     size_t longest;   // bytes of the longest string
-    Length *length;   // [n_lengths] of the strings, the shortest first, see dictionary_lengths
-    size_t n_lengths;
 } Dictionary;
 
-// The hash of a text is the number whose digits are its bytes, so the hash of a part of it follows
-// from those of two beginnings: if b has n bytes, hash(b) = hash(ab) - hash(a) * HASH_BASE^n.
-#define HASH_BASE 0x9E3779B97F4A7C15
+static const uint64_t MIX = 0x9E3779B97F4A7C15;
 static uint64_t hash_text(uint64_t hash, Str s) {   // hash: of the text in front of s, or 0
-    for (size_t i = 0; i < s.n; i++) hash = hash * HASH_BASE + (uint8_t)s.s[i];
+    for (size_t i = 0; i < s.n; i++) hash = hash * MIX + (uint8_t)s.s[i];
     return hash;
 }
 
 // the slot of a string, or the empty slot where it would go; NULL: strings are made to collide
 static uint32_t *dictionary_slot(const Dictionary *d, uint64_t hash, Str s) {
-    hash = (hash ^ hash >> 32) * HASH_BASE >> 32;   // all bits count
+    hash = (hash ^ hash >> 32) * MIX >> 32;   // all bits count
     for (int probe = 0; probe < 1000; probe++) {
         uint32_t *slot = &d->slot[(hash + probe) & d->mask];
         if (!*slot) return slot;
@@ -4104,9 +4129,13 @@ static uint32_t *dictionary_slot(const Dictionary *d, uint64_t hash, Str s) {
     return NULL;
 }
 
-static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {   // -1: not there
-    const uint32_t *slot = dictionary_slot(d, hash_text(0, (Str){s, n}), (Str){s, n});
+static int32_t dictionary_index(const Dictionary *d, uint64_t hash, Str s) {   // -1: not there
+    const uint32_t *slot = dictionary_slot(d, hash, s);
     return slot ? (int32_t)*slot - 1 : -1;
+}
+
+static int32_t dictionary_find(const Dictionary *d, const char *s, size_t n) {
+    return dictionary_index(d, hash_text(0, (Str){s, n}), (Str){s, n});
 }
 
 // A rule is a regular expression that splits the pieces left by the rule before it. It tries its
@@ -4169,12 +4198,11 @@ static const PreTokenizer PRE_TOKENIZERS[] = {   // by the names that tokenizer.
     {"dbrx smaug-bpe glm4 chatglm-bpe", 0, {RULE_LLAMA3}},
     {"jais-2", 0,
      {"i|[^rLN]?L+|N3| ?[^sLN]+r*|s*r+|s=9!|s=8!|s=7!|s=6!|s=5!|s=4!|s=3!|s=2!|s=1!|s"}},
-    {"qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", 0,
-     {RULE_QWEN2}},
+    {"qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2 bailingmoe "
+     "bailingmoe2 llada-moe", 0, {RULE_QWEN2}},
     {"laguna", 0, {"[^n]+|n+", RULE_QWEN2}},
     {"ufakzeka", 0, {"[^rLN]?L+|N| ?[^sLN]+r*|s*r+|s+!|s+"}},
     {"seed-coder", 0, {"i|[^rLN]?L+|N| ?[^sLN]+|s*r+|s+!|s+"}},
-    {"bailingmoe bailingmoe2 llada-moe", 0, {"i|[^rLN]?L+|N| ?[^sLN]+r*|s*r|s+!|s+"}},
     {"exaone-moe", 0, {"i|[^rLN]?w|N| ?[^sLN]+[r/]?|s*r|s+!|s+"}},
     {"minicpm5", PRE_WHOLE, {"N3", "i|[^rLN]?L+|N+| ?[^sLN]+r*|s*r+|s+!|s+"}},
     {"kimi-k2", PRE_WHOLE,
@@ -4202,7 +4230,7 @@ enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED,
        TOKEN_TYPE = 15, TOKEN_EOG = 16, TOKEN_TURN = 32, TOKEN_STRIP = 64 };
 enum { SPECIAL_TYPES = 1 << TOKEN_USER | 1 << TOKEN_CONTROL | 1 << TOKEN_UNKNOWN,
        UNIGRAM_TYPES = 1 << TOKEN_USER | 1 << TOKEN_NORMAL | 1 << TOKEN_UNUSED };   // as words
-enum { SPM_SPACE = 0x2581, RAW_BYTE = 0x110000 };   // RAW_BYTE + b: a byte of SentencePiece's text
+enum { SPM_SPACE = 0x2581 };
 
 typedef struct Tokenizer {
     int kind;
@@ -4220,7 +4248,7 @@ typedef struct Tokenizer {
     Str trie, strings;               // unigram: what is replaced, and by what (charsmap_match)
     Dictionary tokens, merges;
     uint8_t *type;                   // [n_vocab]
-    uint8_t *special_length;         // [tokens.longest + 1] has a special token this length?
+    uint8_t *lengths;                // [tokens.longest + 1] 1: of a token, 2: of a special one
     bool special_first[256];         // does a token that may be cut out begin with it?
     size_t detokenize_max;           // most bytes that detokenize writes at once
 } Tokenizer;
@@ -4269,7 +4297,7 @@ static size_t contraction_length(const Char *ch, size_t n, bool any_case) {   //
 // Returns the end of the match of an alternative at ch, or NULL; the piece ends at `end`. An item
 // takes all it can, and gives back one character after the other until the rest matches.
 static Char *rule_match(const char *rule, Char *ch, Char *end) {
-    if (!*rule || *rule == '|') return ch;
+    if (!*rule || *rule == '|') return ch;   // all items have matched
     if (*rule == '!')
         return ch == end || ch->set & CLASS('s') ? rule_match(rule + 1, ch, end) : NULL;
     if (*rule == '\'' || *rule == 'i' || *rule == '~') {
@@ -4282,7 +4310,7 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
             if (ch->set & CLASS(' ') && (ch + 1 == end || !(ch[1].set & CLASS('L')))) break;
         return rule_match(rule + 1, ch, end);
     }
-    bool none = *rule == '[' && rule[1] == '^';   // it matches none of the set
+    bool none = *rule == '[' && rule[1] == '^';   // [^..] matches none of the set
     uint64_t set = *rule == '[' ? 0 : CLASS(*rule);
     if (!set) for (rule += none ? 2 : 1; *rule != ']'; rule++) set |= CLASS(*rule);
     rule++;
@@ -4292,23 +4320,9 @@ static Char *rule_match(const char *rule, Char *ch, Char *end) {
     if (times == '3') most = 3;
     if (times == '=') least = most = 1 << (*rule++ - '0');
     while (n < most && ch + n < end && !(ch[n].set & set) == none) n++;
-    for (; n >= least; n--) {
+    for (; n >= least; n--) {   // gives back one after the other
         Char *match = rule_match(rule, ch + n, end);
         if (match) return match;
-    }
-    return NULL;
-}
-
-// Returns the end of the first alternative of a rule that matches at ch; NULL: none does. s*r.. is
-// not tried before *dry, because no line ends there: it would search on from each of many spaces.
-static Char *first_match(const char *rule, Char *ch, Char *end, Char **dry) {
-    for (; rule; rule = strchr(rule, '|')) {
-        if (*rule == '|') rule++;
-        bool line = !strncmp(rule, "s*r", 3);
-        Char *match = line && ch < *dry ? NULL : rule_match(rule, ch, end);
-        if (match) return match;
-        if (line && *dry < ch) *dry = ch;
-        while (line && *dry < end && (*dry)->set & CLASS('s')) ++*dry;
     }
     return NULL;
 }
@@ -4331,10 +4345,17 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
         }
         return;
     }
-    for (Char *dry = ch; ch < end;) {
-        Char *match = first_match(rule, ch, end, &dry);
+    // no line ends in white space before `dry`: s*r.. would search on from each of many spaces
+    for (Char *dry = ch, *match; ch < end; ch = match ? match : ch + 1) {
+        match = NULL;
+        for (const char *choice = rule; choice && !match; choice = strchr(choice, '|')) {
+            choice += *choice == '|';
+            bool line = !strncmp(choice, "s*r", 3);
+            if (line && ch < dry) continue;
+            match = rule_match(choice, ch, end);
+            if (line) for (dry = ch; dry < end && dry->set & CLASS('s');) dry++;
+        }
         if (match) ch->cut = match->cut = true;
-        ch = match ? match : ch + 1;
     }
 }
 
@@ -4417,29 +4438,28 @@ static void word_join(Work *w) {
     }
 }
 
-// With the hashes [n_text + 1] of a word's beginnings WordPiece and unigram try a part in one step.
-static void hash_beginnings(const Work *w, uint64_t *hash) {
-    hash[0] = 0;
-    for (size_t i = 0; i < w->n_text; i++) hash[i + 1] = hash_text(hash[i], (Str){w->text + i, 1});
-}
-
-// the token of this length at byte i of the word; -1: there is none, or the word ends first
-static int32_t token_of_length(const Work *w, const uint64_t *hash, size_t i, Length len) {
-    if (len.n > w->n_text - i) return -1;
-    uint64_t part = hash[i + len.n] - hash[i] * len.power;
-    const uint32_t *slot = dictionary_slot(&w->t->tokens, part, (Str){w->text + i, len.n});
-    return slot ? (int32_t)*slot - 1 : -1;
+// the token of the len bytes at byte i of the word; -1: there is none. WordPiece and unigram try
+// one length after the other, so *hash goes from that of len - 1 bytes to that of len.
+static int32_t token_longer(const Work *w, size_t i, size_t len, uint64_t *hash) {
+    Str s = {w->text + i, len};
+    *hash = hash_text(*hash, (Str){s.s + len - 1, 1});
+    return w->t->lengths[len] ? dictionary_index(&w->t->tokens, *hash, s) : -1;
 }
 
 // WordPiece takes the longest token that fits, again and again; if none fits, the word is unknown.
 static void word_pieces(Work *w) {
-    const Dictionary *d = &w->t->tokens;
     size_t before = w->out->n;
     int32_t id = 0;
-    hash_beginnings(w, w->cost);
-    for (size_t i = 0, k; id >= 0 && i < w->n_text; i += d->length[k].n) {
+    for (size_t i = 0, taken = 0; id >= 0 && i < w->n_text; i += taken) {
+        size_t most = smaller(w->t->tokens.longest, w->n_text - i);
+        uint64_t hash = 0;
         id = -1;
-        for (k = d->n_lengths; k && id < 0;) id = token_of_length(w, w->cost, i, d->length[--k]);
+        for (size_t len = 1; len <= most; len++) {
+            int32_t longer = token_longer(w, i, len, &hash);
+            if (longer < 0) continue;
+            id = longer;
+            taken = len;
+        }
         add_id(w, id);
     }
     if (id >= 0) return;
@@ -4448,11 +4468,12 @@ static void word_pieces(Work *w) {
 }
 
 // Writes a character as the vocabulary spells it, and returns the number of bytes, at most 8.
+// SentencePiece has no rules, so any byte is a character there.
 static size_t character_spell(const Tokenizer *t, uint32_t c, char *out) {
     char bytes[4];
     size_t n = 0;
-    if (c >= RAW_BYTE) {
-        *out = c - RAW_BYTE;
+    if (t->kind == TOKENIZER_SPM && c != ' ') {
+        *out = c;
         return 1;
     }
     if (t->pre->flags & PRE_SPACES) return utf8_encode(c == ' ' ? SPM_SPACE : c, out);
@@ -4467,12 +4488,8 @@ static void fragment_tokenize(Work *w, const char *s, size_t n) {
     bool spm = t->kind == TOKENIZER_SPM, wpm = t->kind == TOKENIZER_WPM;
     Char *end = w->ch, *next;
     if (w->space) *end++ = (Char){.c = ' '};
-    for (size_t i = 0, used; i < n; i += used) {
-        uint32_t c = utf8_decode(s + i, n - i, &used);
-        if (spm && c != ' ') {   // no rules: any byte but a space is a character
-            c = RAW_BYTE + (uint8_t)s[i];
-            used = 1;
-        }
+    for (size_t i = 0, used = 1; i < n; i += used) {
+        uint32_t c = spm ? (uint8_t)s[i] : utf8_decode(s + i, n - i, &used);
         if (wpm) c = unicode_fold(c, t->lower_case, t->strip_accents);
         if (wpm && !c) continue;   // it is dropped
         *end++ = (Char){spm ? 0 : unicode_classes(c), c, false};
@@ -4529,11 +4546,6 @@ static size_t charsmap_match(const Tokenizer *t, const char *s, size_t n, const 
     return match;
 }
 
-static void append(char *out, uint64_t *len, const char *s, size_t n) {   // out NULL: counts only
-    if (out) memcpy(out + *len, s, n);
-    *len += n;
-}
-
 // Spells a fragment as unigram's tokens are spelled; returns its bytes. out NULL: only counts them.
 static uint64_t unigram_spell(const Tokenizer *t, const char *s, size_t n, char *out) {
     uint64_t len = 0;
@@ -4546,66 +4558,62 @@ static uint64_t unigram_spell(const Tokenizer *t, const char *s, size_t n, char 
         for (; bytes > 0; bytes--, to++) {
             bool space = *to == ' ';
             owed = owed || (space && t->trim_spaces);
-            if (space ? !t->trim_spaces : owed) append(out, &len, "\u2581", 3);
+            size_t mark = (space ? !t->trim_spaces : owed) ? 3 : 0;
+            if (out) memcpy(out + len, "\u2581", mark);
+            len += mark + !space;
             if (space) continue;
-            append(out, &len, to, 1);
+            if (out) out[len - 1] = *to;
             owed = false;
         }
     }
     return len;
 }
 
-// Unigram takes the tokens whose scores have the greatest sum (Viterbi): best[i] is that sum for
-// the first i bytes, part[i] the length of the token that ends there. A token begins where a
-// character does. A character that is no token is unknown; unknown ones in a row are one token.
-static void unigram_reach(double *best, uint32_t *part, size_t from, size_t end, double score) {
-    double sum = best[from] + score;
-    if (part[end] && sum <= best[end]) return;
-    best[end] = sum;
-    part[end] = end - from;
+// Unigram takes the tokens whose scores have the greatest sum (Viterbi): way[i] is that sum for the
+// first i bytes, and the token that ends there. A token begins where a character does. A character
+// that is no token is unknown; unknown ones in a row are one token.
+typedef struct { double sum; uint32_t len; int32_t id; } Way;   // len 0: no token ends here
+
+static void way_improve(Way *best, Way way) {
+    if (!best->len || way.sum > best->sum) *best = way;
 }
 
 static void unigram_tokenize(Work *w, const char *s, size_t n_bytes) {
     const Tokenizer *t = w->t;
-    const Dictionary *d = &t->tokens;
     size_t before = w->out->n;
     uint64_t n = unigram_spell(t, s, n_bytes, NULL);
-    uint64_t most = 16 * (uint64_t)n_bytes + 64;   // the worst of Unicode, U+FDFA, takes 13 times
-    size_t each = sizeof(double) + sizeof(uint64_t) + sizeof *w->part + 1;
-    double *best = n > most ? NULL : resize(NULL, n + 1, each);
-    w->failed |= !best;
-    if (!best) return;
-    uint64_t *hash = (uint64_t *)(best + n + 1);
-    uint32_t *part = memset(hash + n + 1, 0, (n + 1) * sizeof *part);   // 0: none ends there yet
-    w->text = (char *)(part + n + 1);
+    // the worst of Unicode, U+FDFA, takes 13 times its bytes
+    Way *way = n > 16 * (uint64_t)n_bytes + 64 ? NULL : calloc(n + 1, sizeof *way + 1), here;
+    w->failed |= !way;
+    if (!way) return;
+    w->text = (char *)(way + n + 1);
     w->n_text = unigram_spell(t, s, n_bytes, w->text);
-    hash_beginnings(w, hash);
-    best[0] = 0;
-    for (size_t i = 0, next; i < n; i = next) {
-        next = i + character_bytes(w, i);
+    for (size_t i = 0, size; i < n; i += size) {
+        uint32_t most = smaller(t->tokens.longest, n - i);
         bool known = false;   // the character at i
-        for (size_t k = 0; k < d->n_lengths && d->length[k].n <= n - i; k++) {
-            size_t end = i + d->length[k].n;
-            int32_t id = token_of_length(w, hash, i, d->length[k]);
+        uint64_t hash = 0;
+        size = character_bytes(w, i);
+        for (uint32_t len = 1; len <= most; len++) {
+            int32_t id = token_longer(w, i, len, &hash);
             if (id < 0 || !token_is(t, id, UNIGRAM_TYPES)) continue;
-            bool free = token_is(t, id, 1 << TOKEN_USER);
-            unigram_reach(best, part, i, end, free ? 0 : meta_float(t->scores, id));
-            known |= end == next;
+            double score = token_is(t, id, 1 << TOKEN_USER) ? 0 : meta_float(t->scores, id);
+            way_improve(&way[i + len], (Way){way[i].sum + score, len, id});
+            known |= len == size;
         }
-        if (!known) unigram_reach(best, part, i, next, t->unknown_score);
+        Way unknown = {way[i].sum + t->unknown_score, size, t->unk};
+        if (!known) way_improve(&way[i + size], unknown);
     }
-    for (size_t end = n, len = part[n], here; end > 0; len = here) {   // back from the end
-        end -= len;
-        here = part[end];
-        part[end] = len;   // of the token that begins there
+    for (Way last = way[n]; n > 0; last = here) {   // back from the end
+        n -= last.len;
+        here = way[n];
+        way[n] = last;   // the token that begins here
     }
-    for (size_t i = 0; i < n; i += part[i]) {
-        int32_t id = dictionary_find(&t->tokens, w->text + i, part[i]);
-        if (id < 0 || !token_is(t, id, UNIGRAM_TYPES)) id = t->unk;
+    for (; n < w->n_text; n += way[n].len) {
+        int32_t id = way[n].id;
         bool again = id == t->unk && w->out->n > before && w->out->id[w->out->n - 1] == id;
         if (!again) add_id(w, id);
     }
-    free(best);
+    free(way);
 }
 
 // The id of a special token of len bytes at s that is to be cut out; -1: there is none. In a text
@@ -4625,7 +4633,7 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
     const Tokenizer *t = w->t;
     const char *end = s + n;
     for (len = len < n ? len : n; len > 0; len--) {
-        if (!t->special_length[len]) continue;
+        if (!(t->lengths[len] & 2)) continue;
         for (const char *at = s; len <= (size_t)(end - at); at++) {
             int32_t id = special_at(w, at, len);
             if (id < 0) continue;
@@ -4638,8 +4646,8 @@ static void text_tokenize(Work *w, const char *s, size_t n, size_t len) {
             at = s - 1;
         }
     }
-    n = end - s;
-    if (n) (t->kind == TOKENIZER_UNIGRAM ? unigram_tokenize : fragment_tokenize)(w, s, n);
+    if (s == end) return;
+    (t->kind == TOKENIZER_UNIGRAM ? unigram_tokenize : fragment_tokenize)(w, s, end - s);
 }
 
 enum { TOKENS_ADD = 1,        // adds the first and last tokens that the metadata asks for
@@ -4658,8 +4666,7 @@ API bool tokenize(const Tokenizer *t, const char *text, size_t n, const unsigned
               .types = flags & TOKENS_SPECIAL ? SPECIAL_TYPES : 1 << TOKEN_USER};
     int32_t before = out->n ? out->id[out->n - 1] : -1;   // a space only after special tokens
     w.space = t->space_prefix && (before < 0 || token_is(t, before, SPECIAL_TYPES));
-    size_t size = (n + 2) * sizeof *w.ch + m * (2 * sizeof *w.cost + sizeof *w.part + 2);
-    w.cost = malloc(size);
+    w.cost = malloc((n + 2) * sizeof *w.ch + m * (2 * sizeof *w.cost + sizeof *w.part + 2));
     if (!w.cost) return fail(e, "out of memory");
     w.ch = (Char *)(w.cost + 2 * m);
     w.part = (uint32_t *)(w.ch + n + 2);
@@ -4784,17 +4791,6 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, int m
     return true;
 }
 
-// Lists the lengths of the strings, for vocabularies in which any part of a text may be a token.
-static bool dictionary_lengths(Dictionary *d, Error *e) {
-    uint64_t power = HASH_BASE;
-    d->length = calloc(d->longest + 1, sizeof *d->length);
-    if (!d->length) return fail(e, "out of memory");
-    for (uint32_t i = 0; i < d->n; i++) d->length[d->str[i].n].n = d->str[i].n;
-    for (size_t n = 1; n <= d->longest; n++, power *= HASH_BASE)   // those found move to the front
-        if (d->length[n].n) d->length[d->n_lengths++] = (Length){n, power};
-    return true;
-}
-
 // Reads what only unigram has: the score of an unknown character, and the strings to replace.
 static bool unigram_open(Tokenizer *t, const Gguf *g, Error *e) {
     const char *key = "tokenizer.ggml.precompiled_charsmap";
@@ -4831,8 +4827,8 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     t->n_vocab = t->tokens.n;
     t->detokenize_max = 3 * (t->tokens.longest + 4);
     t->type = calloc(t->n_vocab, 1);
-    t->special_length = calloc(t->tokens.longest + 1, 1);
-    if (!t->type || !t->special_length) return fail(e, "out of memory");
+    t->lengths = calloc(t->tokens.longest + 1, 1);
+    if (!t->type || !t->lengths) return fail(e, "out of memory");
     if (types && !vocab_array(g, key, t->n_vocab, e)) return false;
     for (int32_t i = 0; i < t->n_vocab; i++) {
         int64_t type = types ? meta_int(types, i) : TOKEN_NORMAL;
@@ -4841,10 +4837,8 @@ static bool tokenizer_vocab(Tokenizer *t, const Gguf *g, Error *e) {
     key = "tokenizer.ggml.scores";   // SentencePiece's may be missing; then all are 0
     bool scores = t->kind == TOKENIZER_UNIGRAM || (t->kind == TOKENIZER_SPM && gguf_find(g, key));
     if (scores && !(t->scores = vocab_array(g, key, t->n_vocab, e))) return false;
-    if (t->kind == TOKENIZER_UNIGRAM)
-        return unigram_open(t, g, e) && dictionary_lengths(&t->tokens, e);
-    if (t->kind == TOKENIZER_WPM) return dictionary_lengths(&t->tokens, e);
-    if (t->kind == TOKENIZER_SPM) return true;
+    if (t->kind == TOKENIZER_UNIGRAM) return unigram_open(t, g, e);
+    if (t->kind != TOKENIZER_BPE) return true;
     if (!dictionary_open(&t->merges, g, "tokenizer.ggml.merges", INT_MAX, e)) return false;
     for (uint32_t i = 0; i < t->merges.n; i++) {
         Str s = t->merges.str[i];
@@ -4917,9 +4911,10 @@ static bool special_types(Tokenizer *t, const Gguf *g, Error *e) {
     bool phi3 = strcasestr(name, "phi-3") || strcasestr(name, "phi3");
     for (int32_t i = 0; i < t->n_vocab; i++) {
         Str s = t->tokens.str[i];
+        t->lengths[s.n] |= 1;
         if (!s.n || !token_is(t, i, SPECIAL_TYPES)) continue;
         t->special_first[(uint8_t)s.s[0]] = true;
-        t->special_length[s.n] = true;
+        t->lengths[s.n] |= 2;
         if (phi3 && !find_str(s, "<s> <unk> <|endoftext|>")) t->type[i] |= TOKEN_STRIP;
     }
     return true;
@@ -4971,8 +4966,8 @@ static bool tokenizer_open(Tokenizer **made, const Gguf *g, Error *e) {
 }
 
 static void tokenizer_close(Tokenizer *t) {
-    void *owned[] = {t->tokens.slot, t->tokens.str, t->tokens.length, t->merges.slot,
-                     t->merges.str, t->type, t->special_length};
+    void *owned[] = {t->tokens.slot, t->tokens.str, t->merges.slot, t->merges.str, t->type,
+                     t->lengths};
     for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
     *t = (Tokenizer){0};
 }
@@ -5034,6 +5029,7 @@ typedef struct {
     const char *tag_end;                    // where the last tag or text ends
     bool raw;                               // the last tag was {% raw %}
     bool stuck;                             // this tag cannot be read beyond p
+    Node **at;                              // the place of the next node
     int flow;                               // R_break or R_continue on its way to the loop
     char *stack;                            // where the stack ended when the template began
     Dict *scope;                            // the names that are set here; outer: those around it
@@ -5053,7 +5049,7 @@ static void stop(Template *t, const char *format, ...) {
     va_start(args, format);
     vsnprintf(why, sizeof why, format, args);
     va_end(args);
-    for (const char *c = t->source; c < t->p; c++) line += *c == '\n';
+    for (const char *c = t->source; c && c < t->p; c++) line += *c == '\n';
     fail(t->e, "chat template, line %d: %s", line, why);
     longjmp(t->failed, 1);
 }
@@ -5450,9 +5446,8 @@ static bool passes(Template *t, Str test, Value v, Value x) {   // v is test, or
     if (is(test, "number")) return is_number(v);
     if (is(test, "sequence") && v.kind == V_GENERATOR) return false;
     if (is(test, "sequence iterable")) return !v.kind || (v.kind >= V_STRING && v.kind <= V_DICT);
-    if (is(test, "sameas") && v.kind != x.kind) return false;
-    if (is(test, "sameas") && v.kind > V_STRING) return v.dict == x.dict;   // or a list's v
-    if (is(test, "sameas")) return !order(t, v, x);
+    if (is(test, "sameas") && v.kind > V_STRING) return v.kind == x.kind && v.dict == x.dict;
+    if (is(test, "sameas")) return v.kind == x.kind && !order(t, v, x);
     if (is(test, "filter")) return entry(t, t->builtins, must_be(t, v, V_STRING));
     for (size_t k = 0; k < COUNT(operators); k++)
         if (is(test, operators[k][1])) return operate(t, str(operators[k][0]), v, x).i;
@@ -5472,9 +5467,7 @@ static Str join(Template *t, Str by, List l) {
 static List split(Template *t, Str s, Str by, int64_t most) {
     List l = {0};
     if (!by.n) stop(t, "an empty separator");
-    for (; most != 0; most--) {
-        const char *at = find(t, s, by);
-        if (!at) break;
+    for (const char *at; most && (at = find(t, s, by)); most--) {
         push(t, &l, string_value((Str){s.s, at - s.s}));
         s = str_from(s, at - s.s + by.n);
     }
@@ -5520,7 +5513,7 @@ static List pairs_of(Template *t, Value v) {   // of a dict, as tuples of two
 // them. To add a name, add it here, if it is a method or function also to one of the lists below,
 // then its result to builtin or text_builtin, and a row to TEMPLATES in test.c.
 static const char *const BUILTINS[] = {
-    "upper lower capitalize title _title string safe escape e (s)", "split (s, sep, maxsplit=-1)",
+    "upper lower capitalize title _title string safe (s)", "split (s, sep, maxsplit=-1)",
     "trim strip lstrip rstrip (s, chars=none)", "startswith endswith find rfind (s, x)",
     "replace (s, old, new)", "format _format (s, a, b, c, d, e)", "join (v, d='')",
     "indent (s, width=4, first=false, blank=false)", "int (v, default=0)", "float (v, default=0.0)",
@@ -5530,8 +5523,7 @@ static const char *const BUILTINS[] = {
     "map (v, filter, x, y, attribute=none)", "round (v, precision=0, method='common')",
     "sort unique min max (v, reverse=false, attribute=none)", "select reject (v, test, x)",
     "selectattr rejectattr (v, attribute, test, x)", "namespace dict ()", "strftime_now (format)",
-    "sum (v, attribute=none, start=0)", "range (start, stop=none, step=1)",
-    "raise_exception (message)",
+    "range (start, stop=none, step=1)", "raise_exception (message)",
 };
 static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip replace split "
                                "startswith endswith find rfind format join";
@@ -5566,9 +5558,6 @@ static Value text_builtin(Template *t, Str f, Str s, const Value *a) {   // s: a
     if (is(f, "raise_exception")) stop(t, "%s", copy(t, s));
     if (is(f, "strftime_now")) s = date(t, s);
     if (is(f, "upper lower capitalize title _title")) s = recased(t, s, *f.s);
-    static const char *const html[] = {"&&amp;", "<&lt;", ">&gt;", "'&#39;", "\"&#34;"};
-    for (size_t i = 0; i < COUNT(html) && is(f, "escape e"); i++)
-        s = join(t, str(html[i] + 1), split(t, s, (Str){html[i], 1}, -1));
     if (is(f, "trim strip lstrip")) s = strip(t, s, a[1], LEFT);
     if (is(f, "trim strip rstrip")) s = strip(t, s, a[1], RIGHT);
     if (is(f, "replace")) s = join(t, to_text(t, a[2]), split(t, s, to_text(t, a[1]), -1));
@@ -5582,8 +5571,7 @@ static Value text_builtin(Template *t, Str f, Str s, const Value *a) {   // s: a
         if (at && *f.s == 'r') for (at = last; memcmp(at, x.s, x.n); at--) spend(t, 1 + x.n / 64);
         return int_value(at ? (int64_t)characters(t, (Str){s.s, at - s.s}) : -1);
     }
-    if (is(f, "format")) s = filled(t, s, a, "%s");
-    if (is(f, "_format")) s = filled(t, s, a, "{}");
+    if (is(f, "format _format")) s = filled(t, s, a, *f.s == '_' ? "{}" : "%s");
     if (is(f, "indent")) {   // by default not the first line, and no empty lines
         Str pad = a[1].kind == V_STRING ? a[1].s : repeat(t, str(" "), must_be(t, a[1], V_INT).i);
         List lines = split(t, s, str("\n"), -1);
@@ -5624,11 +5612,6 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
                                                   int_value(1), (Value){0}, l).list);
     if (is(f, "reverse") && v.kind != V_STRING) v = list_value(items_of(t, v));
     if (is(f, "reverse")) return slice(t, v, none, none, int_value(-1));
-    if (is(f, "sum")) {
-        for (l = items_of(t, v), v = a[2]; l.n; l.n--)
-            v = operate(t, str("+"), v, get(t, *l.v++, a[1]));
-        return v;
-    }
     if (is(f, "dictsort")) return list_value(sorted(t, pairs_of(t, v), int_value(0), false, false));
     if (is(f, "sort")) return list_value(sorted(t, items_of(t, v), a[2], truth(a[1]), false));
     if (is(f, "min max")) v = list_value(sorted(t, items_of(t, v), a[2], f.s[1] == 'a', false));
@@ -5653,8 +5636,8 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
         Str indent = repeat(t, str(" "), lines ? must_be(t, a[2], V_INT).i : 0);
         if (truth(a[1]) || a[3].kind != V_NONE)
             stop(t, "tojson knows no ensure_ascii and no separators");
-        return string_value(written(t, NOTHING, v, truth(a[4]) ? SORTED : JSON,
-                                    str(lines ? "\n" : ""), indent));
+        int json = truth(a[4]) ? SORTED : JSON;
+        return string_value(written(t, NOTHING, v, json, str(lines ? "\n" : ""), indent));
     }
     if (is(f, "int float")) {
         char *s = copy(t, strip(t, strip(t, to_text(t, v), none, LEFT), none, RIGHT)), *end;
@@ -5721,8 +5704,7 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     X(test, "'is' `not`? (`in` | name) postfix?") \
     X(arg, "(`**` | `*`)? value ('=' value)?")  X(filter, "name args?") \
     X(block, "(text | print | '{%' (statement | wrong)?)*") X(print, "'{{' (tuple '}}' | wrong)") \
-    X(statement, "if | for | set | macro | call | with | pipe | raw | generation | break | " \
-                 "continue") \
+    X(statement, "if | for | set | macro | call | with | pipe | raw | break | continue") \
     X(if, "'if' (value '%}' | wrong) block (elif | else)? 'endif' '%}'") X(cond, "'if' value") \
     X(elif, "'elif' (value '%}' | wrong) block (elif | else)?")     X(else, "'else' '%}' block") \
     X(for, "'for' (targets 'in' or cond? '%}' | wrong) block else? 'endfor' '%}'") \
@@ -5731,11 +5713,11 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     X(macro, "'macro' name (params '%}' | wrong) block 'endmacro' '%}'") \
     X(call, "'call' (params name args '%}' | wrong) block 'endcall' '%}'") \
     X(params, "('(' (param (',' param?)*)? ')')?")          X(param, "name ('=' value)?") \
-    X(with, "'with' (lets '%}' | wrong) block 'endwith' '%}'") \
+    X(with, "'with' (lets '%}' | wrong) block 'endwith' '%}' | " \
+            "'generation' ('%}' | wrong) block 'endgeneration' '%}'") \
     X(lets, "(let (',' let)*)?")    X(let, "name '=' value") \
     X(pipe, "'filter' (filter '%}' | wrong) block 'endfilter' '%}'") \
     X(raw, "'raw' '%}' text? '{%' 'endraw' '%}'")           X(builtin, "name* params") \
-    X(generation, "'generation' ('%}' | wrong) block 'endgeneration' '%}'") \
     X(break, "'break' '%}'")                X(continue, "'continue' '%}'") \
     X(name, 0) X(string, 0) X(number, 0) X(text, 0) X(wrong, 0) X(word, 0)
 #define X(name, grammar) R_##name,
@@ -5870,7 +5852,7 @@ static bool read_name(Template *t, Value *v) {   // which is none of the words b
 static bool (*const READERS[])(Template *, Value *) = {
     read_name, read_string, read_number, read_text, read_wrong};
 
-static bool read_choice(Template *t, const char *g, Node ***at);
+static bool read_choice(Template *t, const char *g);
 
 static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     size_t n = 1;
@@ -5880,49 +5862,60 @@ static size_t item_length(const char *g) {   // of 'x', (a | b) or a rule's name
     return n + 1;
 }
 
-// Reads one item of n characters of grammar. Its node goes to *at, and *at moves to the place of
-// the next node. False: the item is not here, and nothing is read; or it begins here, and t->stuck.
-static bool read_item(Template *t, const char *g, size_t n, Node ***at) {
+// Reads one item of n characters of grammar. Its node goes to *t->at, and t->at moves on. False:
+// the item is not here, and nothing is read; or it begins here, and t->stuck.
+static bool read_item(Template *t, const char *g, size_t n) {
     if (t->stuck && strncmp(g, "wrong", n)) return false;
-    if (*g == '(') return read_choice(t, g + 1, at);
+    if (*g == '(') return read_choice(t, g + 1);
     if (*g == '\'') return read_word(t, (Str){g + 1, n - 2});
     int r = *g == '`' ? R_word : 0;
     while (r < R_word && (strncmp(RULES[r].name, g, n) || RULES[r].name[n])) r++;
     if (r != R_text && r != R_block) t->p = skip_space(t->p);
-    Node node = {.rule = r, .source = t->source ? t->p : NULL}, **last = &node.first;
+    Node node = {.rule = r, .source = t->source ? t->p : NULL}, **at = t->at, **last;
     bool found;
     enter(t);
+    t->at = &node.first;
     if (r == R_word) node.v = string_value((Str){g + 1, n - 2});
     if (r == R_word) found = read_word(t, node.v.s);
-    else if (r < R_name) found = read_choice(t, RULES[r].grammar, &last);
+    else if (r < R_name) found = read_choice(t, RULES[r].grammar);
     else found = READERS[r - R_name](t, &node.v);
+    last = t->at;
+    t->at = at;
     if (!found) return false;
     bool alone = r <= R_atom && node.first && !node.first->next;
-    **at = alone ? node.first : memcpy(obtain(t, sizeof node), &node, sizeof node);
-    *at = alone ? last : &(**at)->next;
+    *at = alone ? node.first : memcpy(obtain(t, sizeof node), &node, sizeof node);
+    t->at = alone ? last : &(*at)->next;
     return true;
 }
 
 // Reads the first alternative at g that fits; they end with a closing bracket or the text's end.
-static bool read_choice(Template *t, const char *g, Node ***at) {
-    Node **start = *at;
+static bool read_choice(Template *t, const char *g) {
+    Node **start = t->at;
     for (;; g += 2) {   // behind "| "
         bool fits = true, begun = false;   // all items so far are here; an item has been read
         while (*g && *g != '|' && *g != ')') {
             size_t n = item_length(g);
-            bool found = fits && read_item(t, g, n, at);
+            bool found = fits && read_item(t, g, n);
             begun = begun || found;
-            while (found && g[n] == '*' && read_item(t, g, n, at)) {}
+            while (found && g[n] == '*' && read_item(t, g, n)) {}
             fits = fits && !t->stuck && (found || (g[n] && strchr("*?", g[n])));
             t->stuck = t->stuck || (begun && !fits);
             g += n;
             g += strspn(g, " *?");
         }
         if (fits) return true;
-        *at = start;
+        t->at = start;
         *start = NULL;
         if (*g != '|') return false;
     }
+}
+
+static Node *read_rule(Template *t, const char *rule, const char *p) {   // NULL: it is not at p
+    Node *found = NULL;
+    t->at = &found;
+    t->p = p;
+    read_item(t, rule, strlen(rule));
+    return found;
 }
 
 // ---- it runs
@@ -5942,16 +5935,6 @@ static Value macro_value(Template *t, Str name, const Node *params, const Node *
     Macro *m = obtain(t, sizeof *m);
     *m = (Macro){name, params, body, t->scope};
     return (Value){.kind = V_MACRO, .macro = m};
-}
-
-static void read_builtins(Template *t) {
-    for (size_t i = 0; i < COUNT(BUILTINS); i++) {
-        Node *row = NULL, **at = &row;
-        t->p = BUILTINS[i];
-        read_item(t, "builtin", 7, &at);
-        for (const Node *k = row->first; k->rule == R_name; k = k->next)
-            set(t, t->builtins, k->v, macro_value(t, k->v.s, child(row, R_params), NULL));
-    }
 }
 
 static Value look_up(Template *t, Value name) {
@@ -6158,8 +6141,7 @@ static Value eval(Template *t, const Node *n) {
     case R_set:
         assign(t, first, first->next == block ? captured(t, block, NULL) : eval(t, first->next));
         break;
-    case R_with: v = captured(t, block, first); break;
-    case R_generation: v = captured(t, block, NULL); break;
+    case R_with: v = captured(t, block, child(n, R_lets)); break;
     case R_pipe: v = suffixed(t, captured(t, block, NULL), first); break;
     case R_call: {   // the macro gets the block as one of its own, `caller`
         Args a = arguments(t, first->next->next);
@@ -6175,49 +6157,45 @@ static Value eval(Template *t, const Node *n) {
     return v;
 }
 
-// Adds a message whose content is a text, or a list of one part (see template_render).
-static void push_message(Template *t, List *messages, const ChatMessage *m, bool parts) {
-    Dict *message = new_dict(t, NULL), *part = new_dict(t, NULL);
-    Value content = string_value(concat(t, NOTHING, m->content));
-    List list = {0};
-    if (content.s.n && !str_eq(m->role, "assistant"))
-        memset(shadow(t, content.s.s), FOREIGN, content.s.n);
-    set(t, part, word_value("type"), word_value("text"));
-    set(t, part, word_value("text"), content);
-    push(t, &list, dict_value(part));
-    set(t, message, word_value("role"), string_value(concat(t, NOTHING, m->role)));
-    set(t, message, word_value("content"), parts ? list_value(list) : content);
-    push(t, messages, dict_value(message));
-}
-
 // Reads the template, sets the names that it sees, and runs it. False: it stopped, and e says why.
 static bool template_run(Template *t, Str source, const ChatMessage *m, size_t n, Str bos, Str eos,
                          int think, bool parts, Rendered *out) {
+    static const char *const shapes[] = {   // a message's content is a text, or a list of one part
+        "{'role': role, 'content': text}",
+        "{'role': role, 'content': [{'type': 'text', 'text': text}]}"};
     t->stack = __builtin_frame_address(0);
     if (setjmp(t->failed)) return false;
     List messages = {0};
-    Node *root = NULL, **at = &root;
     t->scope = new_dict(t, NULL);
     t->builtins = new_dict(t, NULL);
-    read_builtins(t);
+    for (size_t i = 0; i < COUNT(BUILTINS); i++) {
+        const Node *row = read_rule(t, "builtin", BUILTINS[i]), *params = child(row, R_params);
+        for (const Node *k = row->first; k != params; k = k->next)
+            set(t, t->builtins, k->v, macro_value(t, k->v.s, params, NULL));
+    }
+    const Node *shape = read_rule(t, "value", shapes[parts]);
+    for (size_t i = 0; i < n; i++) {
+        Str role = concat(t, NOTHING, m[i].role), text = concat(t, NOTHING, m[i].content);
+        if (text.n && !str_eq(role, "assistant")) memset(shadow(t, text.s), FOREIGN, text.n);
+        set(t, t->scope, word_value("role"), string_value(role));
+        set(t, t->scope, word_value("text"), string_value(text));
+        push(t, &messages, eval(t, shape));
+    }
+    t->scope = eval(t, read_rule(t, "value", "{'self': {}, 'add_generation_prompt': true, "
+                                 "'tools': none, 'documents': none}")).dict;
     // \r\n and \r become \n, and the last \n is dropped
     char *to = obtain(t, source.n + 4);
-    t->source = t->p = t->tag_end = to;
+    t->source = t->tag_end = to;
     for (size_t i = 0; i < source.n; i++) {
         if (source.s[i] == '\n' && i && source.s[i - 1] == '\r') continue;
         *to++ = source.s[i] == '\r' ? '\n' : source.s[i];
     }
     if (to > t->source && to[-1] == '\n') *--to = 0;
-    read_item(t, "block", 5, &at);
+    const Node *root = read_rule(t, "block", t->source);
     if (t->p < to || t->p != t->tag_end) unexpected(t, t->p);
-    for (size_t i = 0; i < n; i++) push_message(t, &messages, &m[i], parts);
-    set(t, t->scope, word_value("self"), dict_value(new_dict(t, NULL)));
     set(t, t->scope, word_value("messages"), list_value(messages));
-    set(t, t->scope, word_value("add_generation_prompt"), bool_value(true));
     set(t, t->scope, word_value("bos_token"), string_value(concat(t, NOTHING, bos)));
     set(t, t->scope, word_value("eos_token"), string_value(concat(t, NOTHING, eos)));
-    set(t, t->scope, word_value("tools"), (Value){.kind = V_NONE});
-    set(t, t->scope, word_value("documents"), (Value){.kind = V_NONE});
     if (think >= 0) set(t, t->scope, word_value("enable_thinking"), bool_value(think));
     if (think >= 0) set(t, t->scope, word_value("thinking"), bool_value(think));
     Str text = eval(t, root).s;
@@ -10139,8 +10117,8 @@ int main(int argc, char **argv) {
 
 // ---- appendix: Unicode ----
 //
-// UTF-8, and what the tokenizers need of the Unicode standard, version 15.1: three tables of ranges
-// of characters, each range with a value, made from the standard's UnicodeData.txt.
+// What the tokenizers need of the Unicode standard, version 15.1: three tables of ranges of
+// characters, each range with a value, made from the standard's UnicodeData.txt.
 //   - CLASSES: s for the categories Z*, U+0009 to U+000D and U+0085; for others the first letter of
 //     the category, D for Nd; and W if that is Nl or Pc, or the character alphabetic, but no letter
 //     and no mark. Letters are L, and x (Lm, Lo), U (Lu, Lt) or v (Ll), of which the table has x,
@@ -10163,8 +10141,7 @@ int main(int argc, char **argv) {
 //
 // UNICODE_LOWER begins with "c6`';&`K8". Here c6 is 4 * 60 + 19 = 259 = 4 * 64 + 3: 64 is written
 // for 32, the value of 'A', as 'a' is 'A' + 32, and both other numbers follow. `' is 1 * 60 + 4 =
-// 64: 65 characters lie before 'A'. ; is 24: the range has 26, to 'Z'. Then & is 3: 32 again; `K is
-// 100: 101 characters lie between 'Z' and U+00C0; 8 is 21: the range has 23, to U+00D6.
+// 64: 65 characters lie before 'A'. ; is 24: the range has 26, to 'Z'. The next one begins with &.
 
 static const char *const UNICODE_CLASSES[] = {   // the index into CLASS_LETTERS
     "`0*(&,3'0$+('+(%L+H#,$(#P;T$+`/`+P;K+'+4'',;'/,&',#?;+30%8#;GD#+7';0$3@8KH@KHb0+(%,%(b=+(<,3",
@@ -10281,39 +10258,6 @@ static const char *const UNICODE_BASE[] = {   // the character without its accen
     "da_%bdr(o}`7rojKro};o}m0#c#o~oKo}v[aqzCard'oSbGg#arkOruxWpag/`g3x/atoWc+aty[pdw;rzpSrzx/`b7p?",
     "dhi%bdrCauy/avaCK[`7[c[phj7",
 };
-
-static size_t utf8_length(char first) {   // bytes of the character that begins so
-    uint8_t c = first;
-    if (c < 0xE0) return c < 0xC0 ? 1 : 2;
-    return c < 0xF0 ? 3 : 4;
-}
-
-// the character that begins text s [n], and in *used the number of its bytes
-static uint32_t utf8_decode(const char *s, size_t n, size_t *used) {
-    size_t len = utf8_length(s[0]);
-    uint32_t c = len == 1 ? (uint8_t)s[0] : s[0] & (0x7Fu >> len);
-    bool ok = len <= n && (len == 1 ? c < 0x80 : (uint8_t)s[0] < 0xF8);
-    for (size_t i = 1; ok && i < len; i++) {
-        ok = (s[i] & 0xC0) == 0x80;
-        c = c << 6 | (s[i] & 0x3F);
-    }
-    ok = ok && c <= 0x10FFFF;
-    *used = ok ? len : 1;
-    return ok ? c : UTF8_BAD;
-}
-
-static size_t utf8_encode(uint32_t c, char *out) {   // returns its bytes, 4 at most
-    size_t len = c < 0x80 ? 1 : 2;
-    if (c >= 0x800) len = c < 0x10000 ? 3 : 4;
-    for (size_t i = len - 1; i > 0; i--, c >>= 6) out[i] = 0x80 | (c & 0x3F);
-    out[0] = len == 1 ? c : c | (0xF00 >> len & 0xFF);
-    return len;
-}
-
-static bool utf8_valid(uint32_t c, size_t used) {   // was c, decoded from `used` bytes, proper?
-    char s[4];
-    return utf8_encode(c, s) == used && c - 0xD800 >= 0x800;
-}
 
 static uint32_t range_number(const char **s) {
     uint32_t high = 0;
