@@ -8625,9 +8625,9 @@ typedef struct {
 
 // a file that is written: whole, before it replaces an old one
 typedef struct {
-    FILE *f;
-    char *old;                       // the regular file that is there, or NULL
-    char part[PATH_MAX + 16];        // what is removed if anything fails: f's name, or ""
+    FILE *f, *old;                   // what is written; the regular file that it replaces, or NULL
+    bool fresh;                      // the latter was made just now
+    char path[PATH_MAX], part[PATH_MAX + 16];   // where `old` is, and f ("": nowhere)
 } Output;
 
 // all of one call of the program
@@ -8650,7 +8650,6 @@ typedef struct {
     Tokens ids;                      // of the prompt, from --tokens, or what --bench runs
     Session s;
     void *work;                      // of one mode: a piece of text, an embedding, ...
-    size_t slices;                   // of `work`, which --bench reads
     Output out;                      // of --logits
     // One answer: chat_ids and reply begin it, print_token adds to it.
     Detokenizer detokenizer;
@@ -8969,78 +8968,60 @@ static bool read_file(Cli *cli, const char *path, Text *t) {
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
-// Is a file a model, or does this call read it? A chat that -f began may be saved there.
-static bool is_input(const Cli *cli, const char *path, const struct stat *st) {
+// Opens what is to be written to a path. A regular file stays as it is until output_close: a file
+// beside it is written, and will be renamed. If that would change the old one's owner, or part it
+// from other names that it has, a file without a name is written, and will be copied.
+static bool output_open(Cli *cli, Output *out, const char *path) {
     const char *system = cli->system && *cli->system == '@' ? cli->system + 1 : NULL;
     const char *in[] = {"/dev/stdin", system, cli->template_file, cli->chat ? NULL : cli->file};
     char magic[4] = "";
-    struct stat input;
-    FILE *f = fopen(path, "rb");
-    bool found = f && fread(magic, 4, 1, f) && !memcmp(magic, "GGUF", 4);
-    if (f) fclose(f);
-    for (size_t i = 0; i < COUNT(in); i++)
-        if (in[i] && !stat(in[i], &input) && input.st_dev == st->st_dev)
-            found = found || input.st_ino == st->st_ino;
-    return found;
-}
-
-// Opens a file beside the old one that it will replace. If that would change the old one's owner,
-// or part it from other names that it has, the new one has no name, and will be copied.
-static FILE *open_beside(Output *out, const struct stat *old) {
-    int folder = strrchr(out->old, '/') - out->old;
-    snprintf(out->part, sizeof out->part, "%.*s/.llm.%d", folder, out->old, (int)getpid());
-    FILE *f = fopen(out->part, "wbx+");
-    if (f && old->st_nlink == 1 && !fchown(fileno(f), old->st_uid, old->st_gid) &&
-        !fchmod(fileno(f), old->st_mode)) return f;
-    if (f) remove(out->part);
-    out->part[0] = 0;
-    return f ? f : tmpfile();
-}
-
-// Opens what is to be written to a path. An old file stays as it is until output_close.
-static bool output_open(Cli *cli, Output *out, const char *path) {
-    struct stat st;
-    *out = (Output){.f = stdout};
+    struct stat st, input;
+    *out = (Output){.f = stdout, .fresh = stat(path, &st) != 0};
     if (!strcmp(path, "-")) return true;
-    out->f = fopen(path, "wbx");
-    if (out->f) return snprintf(out->part, sizeof out->part, "%s", path) > 0;
-    out->old = realpath(path, NULL);
-    bool regular = out->old && !stat(out->old, &st) && S_ISREG(st.st_mode), ok = true;
-    if (regular && is_input(cli, out->old, &st))
-        ok = fail(&cli->e, "%s: this is a model, or is read now: it is not overwritten", path);
-    else if (!regular) out->f = fopen(path, "wb");   // a device, or a link to where nothing is
-    else if (!access(out->old, W_OK)) out->f = open_beside(out, &st);
-    if (ok && !out->f) ok = fail(&cli->e, "%s: %s", path, strerror(errno));
-    if (ok && regular) return true;
-    free(out->old);
-    out->old = NULL;
-    return ok;
-}
-
-// Writes all of a file over another one, which stays the same file.
-static bool copy_over(FILE *from, const char *path) {
-    char part[1 << 16];
-    size_t n;
-    FILE *to = fopen(path, "wb");
-    rewind(from);
-    while (to && !ferror(to) && (n = fread(part, 1, sizeof part, from)) > 0) fwrite(part, 1, n, to);
-    bool ok = to && !ferror(from) && !ferror(to);
-    return to && !fclose(to) && ok;
+    out->f = fopen(path, out->fresh || !S_ISREG(st.st_mode) ? "ab" : "rb+");
+    if (!out->f || fstat(fileno(out->f), &st) || !S_ISREG(st.st_mode))   // a device, a pipe
+        return out->f || fail(&cli->e, "%s: %s", path, strerror(errno));
+    bool taken = fread(magic, 4, 1, out->f) && !memcmp(magic, "GGUF", 4);
+    for (size_t i = 0; i < COUNT(in); i++)   // a chat that -f began may be saved there
+        if (in[i] && !stat(in[i], &input) && input.st_dev == st.st_dev)
+            taken = taken || input.st_ino == st.st_ino;
+    if (taken) {
+        fclose(out->f);
+        return fail(&cli->e, "%s: this is a model, or is read now: it is not overwritten", path);
+    }
+    out->old = out->f;
+    if (realpath(path, out->path))
+        snprintf(out->part, sizeof out->part, "%.*s/.llm.%d",
+                 (int)(strrchr(out->path, '/') - out->path), out->path, (int)getpid());
+    out->f = fopen(out->part, "wbx+");
+    if (!out->f || st.st_nlink > 1 || fchown(fileno(out->f), st.st_uid, st.st_gid) ||
+        fchmod(fileno(out->f), st.st_mode)) {
+        remove(out->part);
+        out->part[0] = 0;
+    }
+    if (!out->f) out->f = tmpfile();
+    return out->f || fail(&cli->e, "%s: %s", path, strerror(errno));
 }
 
 // Puts what was written into its place; if it is not ok or cannot be written, the old file stays,
 // and of a new one nothing.
 static bool output_close(Cli *cli, Output *out, const char *path, bool ok) {
-    FILE *f = out->f;
+    FILE *f = out->f, *old = out->old;
+    char bytes[1 << 16];
     if (f == stdout) return ok;   // main looks for errors
-    bool done = ok && !fflush(f) && !ferror(f) && (!out->old || !fsync(fileno(f)));
-    bool moved = done && out->old && *out->part && !rename(out->part, out->old);
-    if (done && out->old && !moved) done = copy_over(f, out->old);
+    bool done = ok && !fflush(f) && !ferror(f) && (!old || !fsync(fileno(f)));
+    if (done && old && rename(out->part, out->path)) {   // also if there is no name
+        rewind(f);
+        rewind(old);
+        for (size_t n; (n = fread(bytes, 1, sizeof bytes, f)) > 0;) fwrite(bytes, 1, n, old);
+        done = !ferror(f) && !fflush(old) && !ferror(old) && !ftruncate(fileno(old), ftello(old));
+    }
     if (ok && !done) fail(&cli->e, "%s: %s", path, strerror(errno));
-    if (fclose(f) && done) done = fail(&cli->e, "%s: %s", path, strerror(errno));
-    if (*out->part && !moved && (out->old || !done)) remove(out->part);
-    else if (!done && !out->old) (void)!truncate(path, 0);
-    free(out->old);
+    fclose(f);
+    if (!old) return done;
+    fclose(old);
+    remove(out->part);   // unless it has another name now
+    if (!done && out->fresh) remove(out->path);
     return done;
 }
 
@@ -9087,11 +9068,12 @@ static bool chat_has_system(const Cli *cli) {
     return cli->n_message && str_eq(cli->message[0].role, "system");
 }
 
-// cuts the first line off a text; behind the last line, the text's s is NULL
+// cuts the first line off a text, less its \n or \r\n; behind the last line, the text's s is NULL
 static Str cut_line(Str *text) {
     const char *newline = memchr(text->s, '\n', text->n);
     Str line = {text->s, newline ? (size_t)(newline - text->s) : text->n};
     *text = newline ? str_from(*text, line.n + 1) : (Str){NULL, 0};
+    if (line.n && line.s[line.n - 1] == '\r') line.n--;
     return line;
 }
 
@@ -9102,35 +9084,23 @@ static bool names_role(Str line) {
 }
 
 // Makes messages of the given text. A file is a conversation if its first line is @system, @user or
-// @assistant: each such line begins a message. A backslash stands before one that is text. Lines
-// end as the first one does, with \n or \r\n. PROMPT is what the user says next. All other text is
-// one message of the user, but text before a conversation would be a second prompt.
+// @assistant: each such line begins a message, and a backslash stands before one that is text.
+// PROMPT is what the user says next. Any other text is one message of the user.
 static bool chat_read(Cli *cli) {
     Str rest = {cli->text.s + cli->file_at, cli->text.n - cli->file_at}, role = NOTHING;
-    const char *start = rest.s;
     Text t = {0};
-    bool ok = true, crlf = false, plain = !cli->file;
+    bool ok = true;
     while (ok && rest.s) {
         Str line = cut_line(&rest);
-        bool cr = line.n && line.s[line.n - 1] == '\r';
-        if (line.s == start) crlf = cr;
-        if (line.s == start && !cr && rest.s && cli->text.s[cli->text.n] == '\r') rest.n++;
-        if (cr && crlf) line.n--;
         bool named = names_role(line), begins = named && *line.s == '@';
-        if (line.s == start && !begins) plain = true;
-        if (plain && begins && cli->file) {
-            cli->failure = 2;
-            ok = fail(&cli->e, "two prompts: a conversation begins with its first line, not with "
-                      "text before %.*s", STR_ARG(line));
-        }
-        if (plain) continue;
+        if (!cli->file || (!role.n && !begins)) return chat_add(cli, str("user"), &cli->text);
         if (named) line = str_from(line, 1);   // less its @, or its backslash
         if (begins && role.n) ok = chat_add(cli, role, &t);
         if (begins) role = line;
         else ok = (!t.s || text_add(cli, &t, "\n", 1)) && text_add(cli, &t, line.s, line.n);
     }
-    ok = ok && (plain ? chat_add(cli, str("user"), &cli->text) : chat_add(cli, role, &t));
-    if (ok && !plain && cli->prompt)
+    ok = ok && chat_add(cli, role, &t);
+    if (ok && cli->prompt)
         ok = text_add(cli, &t, cli->prompt, strlen(cli->prompt)) && chat_add(cli, str("user"), &t);
     free(t.s);
     return ok;
@@ -9657,17 +9627,10 @@ static bool reply(Cli *cli) {
     return ok;
 }
 
-// most megabytes of memory at once; on Linux getrusage counts what ran here before exec, too
-static double peak_mb(void) {
+static double peak_mb(void) {   // the most megabytes of memory at once
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    double mb = usage.ru_maxrss / (double)RSS_PER_MB, kb;
-    char line[256];
-    FILE *f = fopen("/proc/self/status", "r");
-    while (f && fgets(line, sizeof line, f))
-        if (sscanf(line, "VmHWM: %lf", &kb) == 1) mb = kb / RSS_PER_MB;
-    if (f) fclose(f);
-    return mb;
+    return usage.ru_maxrss / (double)RSS_PER_MB;
 }
 
 // Speeds of all prompts and answers so far. What was reused was not evaluated.
@@ -9904,7 +9867,7 @@ static bool run_embedding(Cli *cli) {
     return ok;
 }
 
-enum { RUNS = 5, SLICES = 1024, SLICE = 512 << 10 };   // RUNS times reads SLICES of SLICE bytes
+enum { RUNS = 5, MEASURED = 512 << 20, SLICE = 512 << 10 };   // bytes that are read, and by a task
 
 static void read_slice(Task t) {
     uint64_t *p = (uint64_t *)((char *)t.ctx + (size_t)t.i * SLICE), sum[32] = {0};
@@ -9917,13 +9880,13 @@ static void read_slice(Task t) {
 
 // bytes a second that all threads read of cli->work, or that the GPU copies
 static double read_rate(Cli *cli) {
-    for (size_t n = cli->slices * SLICE; n >= SLICE; n /= 2) {   // a GPU may have less room
+    for (size_t n = MEASURED; n >= SLICE; n /= 2) {   // a GPU may have less room
         double gpu = gpu_rate(&cli->s, cli->work, n);
         if (gpu > 0) return gpu;
     }
     double start = now();
-    parallel(cli->s.pool, read_slice, cli->work, cli->slices);
-    return (double)cli->slices * SLICE / (now() - start);
+    parallel(cli->s.pool, read_slice, cli->work, MEASURED / SLICE);
+    return MEASURED / (now() - start);
 }
 
 // Measures random ids: a prompt, then RUNS parts of tokens, and between these how fast memory is.
@@ -10091,12 +10054,10 @@ static bool start_session(Cli *cli) {
     cli->s.ctx = cli;
     size_t wide = m->config.dim + m->dense[0].rows + m->dense[1].rows;   // of pool_row
     size_t room = larger(wide * 2 * sizeof(double), m->tokenizer->detokenize_max);
-    if (cli->bench.id) room = (size_t)SLICES * SLICE;
+    if (cli->bench.id) room = MEASURED;
     room = (room + 16383) / 16384 * 16384;
-    do cli->work = aligned_alloc(16384, room);   // whole pages, for a GPU to share
-    while (!cli->work && cli->bench.id && (room /= 2) >= SLICE);
+    cli->work = aligned_alloc(16384, room);   // whole pages, for a GPU to share
     if (!cli->work) return fail(&cli->e, "out of memory");
-    cli->slices = room / SLICE;
     memset(cli->work, 0, room);
     return true;
 }
