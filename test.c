@@ -3603,8 +3603,8 @@ static const struct { const char *command, *out, *err; int status; } CHATS[] = {
     {"llm $C a --tokenize", "^96 66 98\n$"}, {"llm $C a -n 0", "", "^prefill 2 tokens"},
     {"printf '@system\nA\n\n@user\n@assistant\nb\n@users\n@user\r\n@user\nc\r\n' | llm $C --render",
      "^<.start.>system<.message.>A\n<.end.><.start.>user<.message.><.end.>"
-     "<.start.>assistant<.message.>b\n@users\n@user\r<.end.>"
-     "<.start.>user<.message.>c\r<.end.><.start.>assistant$"},
+     "<.start.>assistant<.message.>b\n@users<.end.>"
+     "<.start.>user<.message.><.end.><.start.>user<.message.>c<.end.><.start.>assistant$"},
     {"printf '@user\r\na\r\n@assistant\r\n\r\nb\r\n@user\r\nc\r\n' | llm $C --render",
      "user<.message.>a<.*>\nb<.*>c<"},
     {"printf '@user\na\n@assistant\nb' | llm $C --chat -f - --tokenize", " 85 67\n$"},
@@ -3613,7 +3613,6 @@ static const struct { const char *command, *out, *err; int status; } CHATS[] = {
      "llm $S --render a -f - --template $D/t", "^a\nb!$"},
     {"printf '@user\nb\n@assistant\nc' | llm $C --render a -f -",   // goes on with PROMPT
      "user<.message.>b<.*assistant<.message.>c<.*user<.message.>a<"},
-    {"printf 'a\n@user\nb' | llm $C --chat -f -", "^$", "two prompts:.*@user\n$", 2},
     {"llm $C --chat a --render && llm $C -i a --render", "a<.*a<"},
     // what cannot be saved is an error, and what was saved before stays, also behind a link
     {"mkdir -m 777 $D/w; printf '\357\273\277a\n/save '$D/w'\nb' | llm $C -i -c 8 -n 1", "",
@@ -3788,10 +3787,10 @@ static void test_cli_terminal(void) {
          "\r {19}\rprefill 2 of 5 toke\r {19}\rprefill 4 of 5 toke\r {19}\r"}};
     write_scripted("control", CHATML, "\u010A <think> hm </think> yes <|im_end|>", 3);
     check_llm("llm $D/control --chat a --temp 0", 0, "^<think>hm</think>yes\n$", "");
-    write_scripted("gpt", "t", "t <|channel|> analysis <|message|> hm <|end|> yes <|return|>", 4);
+    write_scripted("gpt", "{{'t'}}", "t <|channel|> analysis <|message|> hm <|end|> yes <|return|>", 4);
     write_scripted("endless", CHATML, "\u010A hm hm", 4);
-    write_scripted("acts", "t", "t hm \u011B \u00C2 \u013D yes <|return|>", 4);
-    write_scripted("silent", "t<think>", "<think> hm <s> <s>", 4);   // thinks without end or words
+    write_scripted("acts", "{{'t'}}", "t hm \u011B \u00C2 \u013D yes <|return|>", 4);
+    write_scripted("silent", "{{'t'}}<think>", "<think> hm <s> <s>", 4);   // thinks without end
     write_scripted("chat", CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", 4);
     for (size_t i = 0; i < COUNT(shown); i++) {
         if (!strncmp(shown[i].command, "setsid", 6) && system("setsid -w true 2>$D/e")) continue;
@@ -3873,8 +3872,8 @@ static void test_cli_logits(void) {
     // no part is left behind, and a link stays
     check_llm("ln -s gone $D/link; echo a >$D/old; (ulimit -f 1; for i in part link old; do "
               "llm $S 'Once upon a time' --logits $D/$i; done); ls -A $D | grep '[.]llm'; "
-              "! test -e $D/part && test -L $D/link && wc -c <$D/gone && cat $D/old", 0,
-              "^ *0\na\n$", "^(llm: [^\n]*/(part|link|old): File too large\n){3}$");
+              "! test -e $D/part && test -L $D/link && ! test -e $D/gone && cat $D/old", 0, "^a\n$",
+              "^(llm: [^\n]*/(part|link|old): File too large\n){3}$");
 }
 
 static bool stop_early(void *ctx, int reused, int done, int n) {
@@ -3895,7 +3894,7 @@ static bool stop_twice(void *ctx, int reused, int done, int n) {
     return on_chunk(ctx, reused, done, n);
 }
 
-// what depends on who runs llm: signals, memory, a pipe, rights, what ran before
+// what depends on who runs llm: signals, a pipe, rights
 static void test_cli_hosts(void) {
     int status = 0, ends[2];
     atomic_int seen[2] = {0};
@@ -3903,17 +3902,6 @@ static void test_cli_hosts(void) {
     parallel(pool, see_signals, seen, 2);
     pool_close(pool);
     CHECK(seen[1], "the pool's threads take the host's signals");
-    Cli c = {.m = *open_model("golden/story.gguf"), .o.cpu = true, .bench.id = (int32_t[]){1, 1}};
-    allocations = 0;
-    for (int run = 0; run < 2; run++) {   // half the memory will do
-        bool ok = start_session(&c) && c.slices == (size_t)SLICES >> run;
-        CHECK(ok, "%d: %zu slices: %s", run, c.slices, c.e.text);
-        session_close(&c.s);
-        freed(c.work);
-        failing = allocations;   // the last one is what --bench reads
-        allocations = 0;
-    }
-    failing = 0;
     // a pipe that does not block, and is read late
     REQUIRE(!pipe(ends) && !fcntl(ends[1], F_SETFL, O_NONBLOCK), "no pipe");
     if (!fork()) {
@@ -3933,17 +3921,10 @@ static void test_cli_hosts(void) {
     if (!fork()) {
         if (!getuid()) (void)!setuid(65534);
         close(open(scratch("x/a"), O_CREAT | O_WRONLY, 0444));
-        _exit(chat_save(&c, scratch("x/a")));
+        _exit(chat_save(&(Cli){0}, scratch("x/a")));
     }
     wait(&status);
     CHECK(!status, "a file of mode 444 was replaced");
-    if (!fork()) {   // the peak is not that of what ran here before exec
-        memset(need(300 << 20), 1, 300 << 20);
-        execl("/bin/sh", "sh", "-c", "exec $LLM $S hi -n 0 >$D/out 2>$D/err", NULL);
-    }
-    wait(&status);
-    double peak = atof(strstr(read_all(scratch("err"), NULL), "peak ") + 5);
-    CHECK(peak > 0 && peak < 250, "%.0f MB", peak);
 }
 
 static void test_cli_machines(void) {   // what depends on where llm runs
