@@ -8626,8 +8626,8 @@ typedef struct {
 // a file that is written: whole, before it replaces an old one
 typedef struct {
     FILE *f, *old;                   // what is written; the regular file that it replaces, or NULL
-    bool fresh;                      // the latter was made just now
-    char path[PATH_MAX], part[PATH_MAX + 16];   // where `old` is, and f ("": nowhere)
+    bool fresh, moves;               // `old` was made just now; f can take its place by a rename
+    char path[PATH_MAX], part[PATH_MAX + 16];   // where `old` is, and f, unless it has no name
 } Output;
 
 // all of one call of the program
@@ -8665,7 +8665,7 @@ typedef struct {
     // A chat: chat_open begins it, run_chat goes on with it.
     ChatMessage *message;            // [n_message], each owns its content
     size_t n_message;
-    Text said, shown, killed;        // what the user types; a part of it; what was cut out
+    Text said, shown;                // what the user types; a part of it
     Text typed[101];                 // before, and now: text n_typed, modulo 101
     size_t n_typed;
     Line line;
@@ -8969,8 +8969,8 @@ static bool read_file(Cli *cli, const char *path, Text *t) {
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
 // Opens what is to be written to a path. A regular file stays as it is until output_close: a file
-// beside it is written, and will be renamed. If that would change the old one's owner, or part it
-// from other names that it has, a file without a name is written, and will be copied.
+// beside it is written, and then renamed. If that would change the old one's owner or part it from
+// other names that it has, the new one is copied, and so is what cannot be beside it.
 static bool output_open(Cli *cli, Output *out, const char *path) {
     const char *system = cli->system && *cli->system == '@' ? cli->system + 1 : NULL;
     const char *in[] = {"/dev/stdin", system, cli->template_file, cli->chat ? NULL : cli->file};
@@ -8985,22 +8985,19 @@ static bool output_open(Cli *cli, Output *out, const char *path) {
     for (size_t i = 0; i < COUNT(in); i++)   // a chat that -f began may be saved there
         if (in[i] && !stat(in[i], &input) && input.st_dev == st.st_dev)
             taken = taken || input.st_ino == st.st_ino;
+    out->old = out->f;
     if (taken) {
-        fclose(out->f);
+        fclose(out->old);
         return fail(&cli->e, "%s: this is a model, or is read now: it is not overwritten", path);
     }
-    out->old = out->f;
     if (realpath(path, out->path))
-        snprintf(out->part, sizeof out->part, "%.*s/.llm.%d",
-                 (int)(strrchr(out->path, '/') - out->path), out->path, (int)getpid());
+        snprintf(out->part, sizeof out->part, "%s.llm.%d", out->path, (int)getpid());
     out->f = fopen(out->part, "wbx+");
-    if (!out->f || st.st_nlink > 1 || fchown(fileno(out->f), st.st_uid, st.st_gid) ||
-        fchmod(fileno(out->f), st.st_mode)) {
-        remove(out->part);
-        out->part[0] = 0;
-    }
     if (!out->f) out->f = tmpfile();
-    return out->f || fail(&cli->e, "%s: %s", path, strerror(errno));
+    if (!out->f) return fail(&cli->e, "%s: %s", path, strerror(errno));
+    out->moves = st.st_nlink == 1 && !fchown(fileno(out->f), st.st_uid, st.st_gid) &&
+                 !fchmod(fileno(out->f), st.st_mode);
+    return true;
 }
 
 // Puts what was written into its place; if it is not ok or cannot be written, the old file stays,
@@ -9010,7 +9007,7 @@ static bool output_close(Cli *cli, Output *out, const char *path, bool ok) {
     char bytes[1 << 16];
     if (f == stdout) return ok;   // main looks for errors
     bool done = ok && !fflush(f) && !ferror(f) && (!old || !fsync(fileno(f)));
-    if (done && old && rename(out->part, out->path)) {   // also if there is no name
+    if (done && old && !(out->moves && !rename(out->part, out->path))) {
         rewind(f);
         rewind(old);
         for (size_t n; (n = fread(bytes, 1, sizeof bytes, f)) > 0;) fwrite(bytes, 1, n, old);
@@ -9210,17 +9207,17 @@ static bool chat_open(Cli *cli) {
 enum { TERMINAL_LINE = 4095, PASTE = 50, NONE = -2 };   // bytes; ms: nobody types faster; no key
 enum { CTRL_C = 3, CTRL_D = 4, ESCAPE = 27, DELETE = 127 };
 
-// What keys do, and as far as the next of what: some behind the cursor, some before it. KILL erases
-// what YANK brings back. BLANKS: of words that end nowhere else. A new key is a word or a row here.
-enum { GO, ERASE, KILL, YANK, RECALL, NEWLINE, CLEAR, SUSPEND, PASTED };
+// What keys do, and as far as the next of what: some behind the cursor, some before it. BLANKS: of
+// words that end nowhere else. A new key is a word or a row here.
+enum { GO, ERASE, RECALL, NEWLINE, CLEAR, SUSPEND, PASTED };
 enum { CHARACTER, WORD, BLANKS, LINE };
 static const struct { int does, place; const char *on, *back; } EDITS[] = {
     {GO, CHARACTER, "\6 \33[C \33OC", "\2 \33[D \33OD"},        // Ctrl-F, Right; Ctrl-B, Left
     {GO, WORD, "\33f \33[1;5C \33[1;3C", "\33b \33[1;5D \33[1;3D"},   // Alt-F, Ctrl-Right
     {GO, LINE, "\5 \33[F \33OF \33[4~ \33[8~", "\1 \33[H \33OH \33[1~ \33[7~"},   // Ctrl-E, End
     {ERASE, CHARACTER, "\4 \33[3~", "\b \177"},                 // Ctrl-D, Delete; Backspace
-    {KILL, LINE, "\13", "\25"}, {KILL, BLANKS, "", "\27"},      // Ctrl-K; Ctrl-U, Ctrl-W
-    {KILL, WORD, "\33d", "\33\177 \33\b"}, {YANK, 0, "\31", ""},   // Alt-D; Alt-Backspace; Ctrl-Y
+    {ERASE, LINE, "\13", "\25"}, {ERASE, BLANKS, "", "\27"},    // Ctrl-K; Ctrl-U, Ctrl-W
+    {ERASE, WORD, "\33d", "\33\177 \33\b"},                   // Alt-D; Alt-Backspace
     {RECALL, 0, "\16 \33[B \33OB", "\20 \33[A \33OA"},          // Ctrl-N, Down; Ctrl-P, Up
     {NEWLINE, 0, "\33\r \33\n", ""}, {CLEAR, 0, "\14", ""},     // Alt-Enter, Ctrl-L
     {SUSPEND, 0, "\32", ""}, {PASTED, 0, "\33[200~", "\33[201~"},   // Ctrl-Z; marks of a paste
@@ -9252,21 +9249,13 @@ static int next_byte(int ms) {
 // the text that is edited: a new one, or an earlier one
 static Text *typed(Cli *cli) { return &cli->typed[cli->line.entry % COUNT(cli->typed)]; }
 
-// Does byte i go on with the character before it, as accents do, and what U+200D joins?
-static bool joins(const Text *t, size_t i) {
-    size_t used;
-    uint32_t c = utf8_decode(t->s + i, t->n - i, &used);
-    bool more = (t->s[i] & 0xC0) == 0x80 || unicode_classes(c) & CLASS('M') || c - 0x1F3FB < 5;
-    return more || c == 0x200D || (i > 2 && !memcmp(t->s + i - 3, "\u200D", 3));
-}
-
 // the next place of a kind, before or behind the cursor
 static size_t reach(Cli *cli, bool back, int place) {
     const Text *said = typed(cli);
     size_t at = cli->line.at, end = back ? cli->line.from : said->n;
     for (bool there = at == end; !there && (at += back ? -1 : 1) != end;) {
         char passed = said->s[back ? at : at - 1], next = said->s[back ? at - 1 : at];
-        if (place == CHARACTER) there = !joins(said, at);
+        if (place == CHARACTER) there = (said->s[at] & 0xC0) != 0x80;
         if (place == WORD) there = in_name(passed) && !in_name(next);
         if (place == BLANKS) there = !isspace((uint8_t)passed) && isspace((uint8_t)next);
         if (place == LINE) there = next == '\n';
@@ -9377,8 +9366,6 @@ static bool edit(Cli *cli, size_t from, size_t to, const char *s, size_t n) {
 
 // Obeys a key that is no text: a control character, or ESC and what comes with it, as [1;5D.
 static bool typed_key(Cli *cli, int key) {
-    const Text *said = typed(cli);
-    Text *killed = &cli->killed;
     Line *line = &cli->line;
     char s[16];
     Str keys = {s, 0};
@@ -9390,15 +9377,11 @@ static bool typed_key(Cli *cli, int key) {
     if (k == COUNT(EDITS) || (line->pasted && EDITS[k].does != PASTED)) return true;
     bool back = is(keys, EDITS[k].back);
     size_t at = line->at, to = reach(cli, back, EDITS[k].place), entry = line->entry;
-    size_t left = smaller(at, to), right = larger(at, to);
     int does = EDITS[k].does;
     if (does != SUSPEND) line->anew = true;
     if (does == GO) line->at = to;
-    if (does == YANK) return edit(cli, at, at, killed->s, killed->n);
+    if (does == ERASE) return edit(cli, smaller(at, to), larger(at, to), "", 0);
     if (does == NEWLINE) return edit(cli, at, at, "\n", 1);
-    if (does == KILL && !text_replace(cli, killed, 0, killed->n, said->s + left, right - left))
-        return false;
-    if (does == KILL || does == ERASE) return edit(cli, left, right, "", 0);
     if (does == RECALL && back && entry && cli->n_typed - entry + 1 < COUNT(cli->typed)) entry--;
     if (does == RECALL && !back && entry < cli->n_typed) entry++;
     if (entry != line->entry) {   // what is left, a draft too, stays as it is now
@@ -10142,8 +10125,8 @@ int main(int argc, char **argv) {
     session_close(&cli.s);
     model_close(&cli.m);
     chat_clear(&cli, 0);
-    void *owned[] = {cli.message, cli.said.s, cli.shown.s, cli.killed.s, cli.answer.s,
-                     cli.template.s, cli.text.s, cli.ids.id, cli.bench.id, cli.work};
+    void *owned[] = {cli.message, cli.said.s, cli.shown.s, cli.answer.s, cli.template.s,
+                     cli.text.s, cli.ids.id, cli.bench.id, cli.work};
     for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
     for (size_t i = 0; i < COUNT(cli.typed); i++) free(cli.typed[i].s);
     for (int i = 0; i < 3; i++) fcntl(i, F_SETFL, flags[i]);

@@ -3743,6 +3743,7 @@ static void test_cli_terminal(void) {
     char *cut = memset(need(5001), 'a', 5000);
     cut[4999] = '\n';
     const char *wrapped = "qqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqqq";
+    const char *ends_in_t = "{{messages[0].content}}t";
     const char *known = "sh -c 'sh -c \"echo \\$\\$ >$D/pid; exec $LLM $D/%s\"; echo $?'";
     const struct { const char *command; int columns; const char *typed[11], *pattern; } shown[] = {
         {text_of(known, "chat -i"), 80, {"> ", "half", "half", "!kill $(cat $D/pid)"},
@@ -3787,10 +3788,10 @@ static void test_cli_terminal(void) {
          "\r {19}\rprefill 2 of 5 toke\r {19}\rprefill 4 of 5 toke\r {19}\r"}};
     write_scripted("control", CHATML, "\u010A <think> hm </think> yes <|im_end|>", 3);
     check_llm("llm $D/control --chat a --temp 0", 0, "^<think>hm</think>yes\n$", "");
-    write_scripted("gpt", "{{'t'}}", "t <|channel|> analysis <|message|> hm <|end|> yes <|return|>", 4);
+    write_scripted("gpt", ends_in_t, "t <|channel|> analysis <|message|> hm <|end|> yes <|return|>", 4);
     write_scripted("endless", CHATML, "\u010A hm hm", 4);
-    write_scripted("acts", "{{'t'}}", "t hm \u011B \u00C2 \u013D yes <|return|>", 4);
-    write_scripted("silent", "{{'t'}}<think>", "<think> hm <s> <s>", 4);   // thinks without end
+    write_scripted("acts", ends_in_t, "t hm \u011B \u00C2 \u013D yes <|return|>", 4);
+    write_scripted("silent", "{{messages[0].content}}<think>", "<think> hm <s> <s>", 4);   // no end
     write_scripted("chat", CHATML "<think>{{ '\\n' }}", "\u010A hm </think> yes <|im_end|>", 4);
     for (size_t i = 0; i < COUNT(shown); i++) {
         if (!strncmp(shown[i].command, "setsid", 6) && system("setsid -w true 2>$D/e")) continue;
@@ -3803,10 +3804,10 @@ static void test_cli_terminal(void) {
 static void test_cli_editing(void) {
     static const char *const keys[][2] = {
         {"one two-x  three\33b\33[1;5D\33[D\33f!\1\6\33[3~\5\bX\2Y", "oe two-x!  threYX"},
-        {"one two-x  three\27\31\31\33\177\1\33d\33[F\33OD\33OD\13", " two-x"},
+        {"one two-x  three\27\33\177\1\33d\33[F\33OD\33OD\13", " tw"},
         {"to\33[A\33[A+\33[B\25new\20\20\16\16\16!", "to!"}, {"\20\20\20", "oe two-x!  threYX+"},
         {"\33[200~\4ab\rc\25\33[201~d\33\re\33[H\33[HX", "ab\nXcd\ne"},
-        {"xe\u0301\ba\U0001F469\u200D\U0001F4BB\33[Db\14", "xab\U0001F469\u200D\U0001F4BB"}};
+        {"\u00E9\ba\U0001F469\U0001F4BB\33[Db\14", "a\U0001F469b\U0001F4BB"}};
     const char *typed[2 * COUNT(keys) + 7] = {"> "}, *want = "";
     for (size_t i = 0; i < COUNT(keys); i++) {
         typed[2 * i + 1] = text_of("%s\r", keys[i][0]);
