@@ -6954,9 +6954,9 @@ static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
 // weights (per16) twice, for k = 0, 1 with the scale of the group's first half, for k = 2, 3 with
 // that of its second.
 //
-// A weight d q + m also adds m times its activation: sums[t][1] collects m times the known sums of
-// activations. If codes are signed but products take unsigned ones, `bias` is added to the codes,
-// sums[t][1] collects d times the sums, and block_matvec subtracts `bias` times that.
+// A format with offsets has weights d q + m, and sums[t][1] collects m times the known sums of
+// activations. A format with a bias has no offsets. If products take unsigned codes, its bias is
+// added to them, sums[t][1] collects d times the sums, and block_matvec subtracts `bias` times that.
 INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int tokens,
                    const TokenActs *const *acts, size_t at, vf sums[][2]) {
     int8_t q[256] __attribute__((aligned(64)));
@@ -7374,13 +7374,13 @@ INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scal
     for (size_t g = 0; g < (size_t)depth / 32; g++, x++)
         UNROLL for (int half = 0; half < scales; half++) {   // one scale: half 0 is the whole group
             size_t which = scales > 1 ? half : 2;            // of start [3]
-            size_t code = g / 8 * 64 + g % 8 * 2;            // the group's first of a panel's q
+            size_t code = g / 8 * 64 + g % 8 * 2;            // the group's first word of q
             vi dot[V][T], pairs[V][T];
             UNROLL for (int v = 0; v < V; v++)
                 UNROLL for (int t = 0; t < T; t++)
                     dot[v][t] = (vi){0} + (unbiased ? ROUNDER_BITS : x->start[which][t]);
             UNROLL for (int i = 0; i < step / 4; i++) {
-                size_t j = half * 4 + i, at = code + j / 2 * 16 + j % 2;
+                size_t j = half * 4 + i, at = code + j / 2 * 16 + j % 2;   // word j of the group
                 UNROLL for (int v = 0; v < V; v++) {
                     vi q = load_i32(w[v / VECTORS].q[at][v % VECTORS * LANES]);
                     if (!max_pairs) dot_tokens(dot[v], q, x->q[j]);
@@ -7508,7 +7508,7 @@ static void matmul_task(Task t) {
     while (t.i >= plan[1].first_task) plan++;
     const Matrix *w = plan->job->w;
     int n = plan->job->n, i = t.i - plan->first_task, parts = i < plan->whole ? 1 : 2;
-    int half = smaller(2 * i, plan->whole + i);   // the task's first half of a strip
+    int half = smaller(2 * i, plan->whole + i);   // if 3 strips are whole: 0, 2, 4, 6, 7, 8, ...
     if (n <= FEW) {
         int64_t r = half * (plan->task_rows / 2);
         int64_t end = smaller(r + plan->task_rows / parts, w->rows);
@@ -8525,9 +8525,9 @@ static int draft_ids(Session *s, int n, int most) {
     return most;
 }
 
-// May nextn blocks guess? `loss` is what guesses cost lately, less what they saved: a token is 16,
-// a try costs one, each guess that runs two. From 8 on they rest for 4, 12, 28, ... passes, with a
-// try or two in between, until a guess stands.
+// May nextn blocks guess? `loss` is what guesses cost lately, less what they saved, at least -32: a
+// token is 16, a try costs 1, each guess that runs 2. At a loss of 8 they rest for 4, 12, 28, ...
+// up to 512 passes, with a try or two in between, until a guess stands.
 static bool nextn_pays(Session *s, const Guesses *g) {
     if (g->drafted) s->loss = fmax(s->loss + 1 + 2 * g->run - 16 * g->stood, -32);
     if (g->drafted && g->stood) s->pause = 0;
@@ -8830,9 +8830,8 @@ static bool parse_value(Cli *cli, const Option *o, const char *text) {
 static const Option *find_option(const char *name) {
     static const char *const names[] = {   // first ours
         "--gpu -ngl --n-gpu-layers --gpu-layers", "-m --model", "-p --prompt", "-c --ctx-size",
-        "-n --n-predict --predict --max-tokens", "-b --batch-size --ubatch-size", "-f --file",
-        "-t --threads", "--temp --temperature", "-i -cnv --conversation --interactive",
-        "--seed -s", "-v --verbose", "--system -sys --system-prompt", "--ppl --perplexity"};
+        "-n --n-predict --max-tokens", "-b --batch-size", "-f --file", "-t --threads", "-i -cnv",
+        "--temp --temperature", "--seed -s", "--system -sys --system-prompt"};
     Str given = {name, strcspn(name, "=")};
     for (size_t i = 0; i < COUNT(names); i++)
         if (is(given, names[i])) given = (Str){names[i], strcspn(names[i], " ")};
@@ -8898,7 +8897,6 @@ static bool check_options(Cli *cli, int texts) {
            fail(&cli->e, "no PROMPT given; -f - reads it from standard input; see --help");
 }
 
-// Reads what was asked for.
 static bool parse_options(Cli *cli, int argc, char **argv) {
     const char *words[3] = {NULL, NULL, NULL}, **word = words;
     bool ended = false;   // behind -- no word is an option
@@ -9572,14 +9570,13 @@ static bool print_token(void *ctx, int32_t id) {
 // session_run calls this before each chunk and at the end; a terminal shows how far a prompt is.
 static bool on_chunk(void *ctx, int reused, int done, int n) {
     Cli *cli = ctx;
-    bool begins = done == reused, ends = done == n || interrupted;
+    char text[80] = "";
+    bool begins = done == reused, ends = done == n || interrupted, shown = cli->progress.shown;
     if (begins) cli->progress.start = now();
     if (begins) cli->progress.before = cli->n_prompts;
     if (begins && cli->began) cli->n_passes++;
     else if (begins) cli->n_reused += reused;
     if (!cli->began) cli->n_prompts = cli->progress.before + done;
-    char text[80] = "";
-    bool shown = cli->progress.shown;
     cli->progress.shown = !ends && !begins && isatty(STDERR_FILENO);
     if (cli->progress.shown)
         snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
@@ -9770,7 +9767,6 @@ static bool write_row(void *ctx, int i, const float *logits) {
     return fwrite(logits, sizeof *logits, n, cli->out.f) == n;
 }
 
-// Writes the logits of every token to a file.
 static bool run_logits(Cli *cli) {
     if (!output_open(cli, &cli->out, cli->logits)) return false;
     Request all = {cli->ids.id, cli->ids.n, .fn = write_row, .ctx = cli};
@@ -10018,8 +10014,7 @@ static void sampling_defaults(Cli *cli) {
         char text[64];
         snprintf(text, sizeof text, "general.sampling.%s", wishes[i].name);
         Meta *v = gguf_find(cli->m.gguf, text);
-        if (!v || !gguf_size[v->type]) continue;
-        double x = meta_float(v, 0);
+        double x = v && gguf_size[v->type] ? meta_float(v, 0) : NAN;
         if (isnan(x) || (x <= 0 && o->at == PICK(repeat_penalty))) continue;
         v->used = true;   // also if the user knows better
         snprintf(text, sizeof text, "%.17g", fmin(fmax(x, o->low), o->high));

@@ -3788,7 +3788,8 @@ static void test_cli_terminal(void) {
          "\r {19}\rprefill 2 of 5 toke\r {19}\rprefill 4 of 5 toke\r {19}\r"}};
     write_scripted("control", CHATML, "\u010A <think> hm </think> yes <|im_end|>", 3);
     check_llm("llm $D/control --chat a --temp 0", 0, "^<think>hm</think>yes\n$", "");
-    write_scripted("gpt", ends_in_t, "t <|channel|> analysis <|message|> hm <|end|> yes <|return|>", 4);
+    write_scripted("gpt", ends_in_t,
+                   "t <|channel|> analysis <|message|> hm <|end|> yes <|return|>", 4);
     write_scripted("endless", CHATML, "\u010A hm hm", 4);
     write_scripted("acts", ends_in_t, "t hm \u011B \u00C2 \u013D yes <|return|>", 4);
     write_scripted("silent", "{{messages[0].content}}<think>", "<think> hm <s> <s>", 4);   // no end
@@ -3800,27 +3801,41 @@ static void test_cli_terminal(void) {
     }
 }
 
-// What is typed with keys that edit, and what the messages are.
+// What is typed, and what the message is (NULL: there is none yet). Last comes what fails.
 static void test_cli_editing(void) {
+    char *system = need(6000);
     static const char *const keys[][2] = {
-        {"one two-x  three\33b\33[1;5D\33[D\33f!\1\6\33[3~\5\bX\2Y", "oe two-x!  threYX"},
-        {"one two-x  three\27\33\177\1\33d\33[F\33OD\33OD\13", " tw"},
-        {"to\33[A\33[A+\33[B\25new\20\20\16\16\16!", "to!"}, {"\20\20\20", "oe two-x!  threYX+"},
-        {"\33[200~\4ab\rc\25\33[201~d\33\re\33[H\33[HX", "ab\nXcd\ne"},
-        {"\u00E9\ba\U0001F469\U0001F4BB\33[Db\14", "a\U0001F469b\U0001F4BB"}};
-    const char *typed[2 * COUNT(keys) + 7] = {"> "}, *want = "";
+        {"one two-x  three\33b\33[1;5D\33[D\33f!\1\6\33[3~\5\bX\2Y\r", "oe two-x!  threYX"},
+        {"one two-x  three\27\33\177\1\33d\33[F\33OD\33OD\13\r", " tw"},
+        {"to\33[A\33[A+\33[B\25new\20\20\16\16\16!\r", "to!"},
+        {"\20\20\20\r", "oe two-x!  threYX+"},
+        {"\33[200~\4ab\rc\25\33[201~d\33\re\33[H\33[HX\r", "ab\nXcd\ne"},
+        {"\u00E9\ba\U0001F469\U0001F4BB\33[Db\14\r", "a\U0001F469b\U0001F4BB"},
+        {"wrong\25ab\u00E9\177x\bc\4 dd\27\033[1;6A\033OPe\033\u00E9\n", "abc e"}, {"half\3", NULL},
+        {"one\ntwo\r\nthree\033[[A\n", "one\ntwo\nthree"}, {"x\033[A\n", "one\ntwo\nthree"},
+        {"/nothing x\\\n", NULL}, {"@user\n", "/nothing x\n\\@user"},
+        {"Gr\374\n", NULL}, {"b\n", NULL}, {"/system s\n", NULL}};
+    const char *typed[2 * COUNT(keys) + 8] = {NULL}, **next = typed, *want = "";
+    memset(memcpy(system, "/system ", 8) + 8, 'x', 5000);   // a long line
+    system[5008] = '\n';
     for (size_t i = 0; i < COUNT(keys); i++) {
-        typed[2 * i + 1] = text_of("%s\r", keys[i][0]);
-        typed[2 * i + 2] = "\r\n> ";
-        want = text_of("%s@user\n%s\n@assistant\nyes\n", want, keys[i][1]);
+        *next++ = i ? "\r\n> " : "> ";
+        *next++ = keys[i][0];
+        if (keys[i][1]) want = text_of("%s@user\n%s\n@assistant\nyes\n", want, keys[i][1]);
     }
-    typed[2 * COUNT(keys) + 1] = text_of("/save %s\r", scratch("saved"));
-    typed[2 * COUNT(keys) + 2] = "\r\n> ";
-    typed[2 * COUNT(keys) + 3] = "\4";
-    write_scripted("chat", CHATML, "\u010A yes <|im_end|>", 4);
-    const char *seen = on_terminal("$LLM $C -i --temp 0", 20, typed);
+    for (int i = 0; i < 3; i++) {
+        const char *last[] = {system, text_of("/save %s\r", scratch("saved")), "\4"};
+        *next++ = "\r\n> ";
+        *next++ = last[i];
+    }
+    write_scripted("chat", "{% if messages[0].content == 's' or messages[-1].content == 'b' %}"
+                   "{{ raise_exception('no') }}{% endif %}" CHATML, "\u010A yes <|im_end|>", 4);
+    const char *seen = on_terminal("$LLM $C -i --temp 0", 80, typed);
+    bool told = matches(seen, "byte 2 is 0xfc[^\n]*\r\n> .*: no;[^\n]*\r\n> .*: no;[^\n]*\r\n> ");
+    CHECK(told, "%s", seen);
     const char *saved = read_all(scratch("saved"), NULL);
-    CHECK(!strcmp(saved, want), "'%s', not '%s': %s", saved, want, seen);
+    bool same = !strncmp(saved + 8, system + 8, 5001) && !strcmp(saved + 5009, want);
+    CHECK(same, "'%s', not '%s': %s", saved, want, seen);
     // a mistyped command is answered; what only begins as one goes to the model, unless refused
     check_llm("echo be >$D/of; printf '/hlep\n/sytem x\n/sav\n /x\n/etc/x\n/no_think a\n"
               "/system @'$D'/of\n/save '$D/saved | llm $C -i --temp 0", 0, "^yes\nyes\nyes\n$",
@@ -3830,34 +3845,6 @@ static void test_cli_editing(void) {
     write_scripted("chat", CHATML "<think>", "<think> hm hm", 4);
     check_llm("printf 'a\n/save '$D/saved | llm $C -i -n 3 --temp 0; cat $D/saved", 0,
               "@assistant\n<think>hmhmhm</think>\n$", "^prefill");
-}
-
-// What is typed: keys that edit, Ctrl-C behind half a line, a paste, a byte that is not UTF-8, what
-// is no command, a line that goes on, what the template refuses, a long line.
-static void test_cli_typing(void) {
-    char *system = need(6000);
-    memset(system, 'x', 5000);
-    memcpy(system, "/system ", 8);
-    system[4999] = '\n';
-    const char *const typed[] = {
-        "> ", "wrong\25ab\u00E9\177x\bc\4 dd\27\033[1;6A\033OPe\033\u00E9\n", "\r\n> ", "half",
-        "half", "\3", "\r\n> ", "one\ntwo\r\nthree\033[[A\n", "\r\n> ", "x\033[A\n",
-        "\r\n> ", "Gr\374\n", "\r\n> ", "/nothing x\\\n",
-        "\r\n> ", "@user\n", "\r\n> ", "b\n", "\r\n> ", system,
-        "\r\n> ", "/system s\n", "\r\n> ", text_of("/save %s\n", scratch("saved")),
-        "\r\n> ", "/exit \n", NULL};
-    write_scripted("chat", "{% if messages[0].content == 's' or messages[-1].content == 'b' %}"
-                   "{{ raise_exception('no') }}{% endif %}" CHATML, "\u010A yes <|im_end|>", 4);
-    const char *seen = on_terminal("$LLM $C -i --temp 0", 80, typed);
-    bool told = matches(seen, "byte 2 is 0xfc[^\n]*\r\n> .*: no;[^\n]*\r\n> .*: no;[^\n]*\r\n> ");
-    CHECK(told, "%s", seen);
-    const char *saved = read_all(scratch("saved"), NULL);
-    size_t n = strspn(system + 8, "x");
-    CHECK(!strncmp(saved, "@system\n", 8) && !strncmp(saved + 8, system + 8, n) &&
-              !strcmp(saved + 8 + n, "\n@user\nabc e\n@assistant\nyes\n@user\none\ntwo\nthree\n"
-                      "@assistant\nyes\n@user\none\ntwo\nthree\n@assistant\nyes\n"
-                      "@user\n/nothing x\n\\@user\n@assistant\nyes\n"),
-          "'%s'", saved);
 }
 
 static void test_cli_logits(void) {
@@ -6761,7 +6748,7 @@ static const Test TESTS[] = {
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_unigram) T(tokenizer_linear) T(chat_templates) T(allocations)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_wishes) T(cli_numbers) T(cli_chat)
-    T(cli_terminal) T(cli_editing) T(cli_typing) T(cli_logits) T(cli_interrupt) T(cli_hosts)
+    T(cli_terminal) T(cli_editing) T(cli_logits) T(cli_interrupt) T(cli_hosts)
     T(cli_machines)
 #if defined(LLM_METAL) || defined(LLM_CUDA)
     T(metal_kernels) T(metal_models) T(metal_shapes) T(metal_failures)
