@@ -6955,8 +6955,8 @@ static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
 // that of its second.
 //
 // A format with offsets has weights d q + m, and sums[t][1] collects m times the known sums of
-// activations. A format with a bias has no offsets. If products take unsigned codes, its bias is
-// added to them, sums[t][1] collects d times the sums, and block_matvec subtracts `bias` times that.
+// activations. A format with a bias has no offsets. If products take unsigned codes, the bias is
+// added to them, sums[t][1] collects d times the sums, and block_matvec subtracts bias times that.
 INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int tokens,
                    const TokenActs *const *acts, size_t at, vf sums[][2]) {
     int8_t q[256] __attribute__((aligned(64)));
@@ -9203,7 +9203,7 @@ static bool chat_open(Cli *cli) {
 // PASTE ms for more; `t` comes, and is left in line.next. \r\n it takes for one end of a line.
 
 enum { TERMINAL_LINE = 4095, PASTE = 50, NONE = -2 };   // bytes; ms: nobody types faster; no key
-enum { CTRL_C = 3, CTRL_D = 4, ESCAPE = 27, DELETE = 127 };
+enum { CTRL_C = 3, CTRL_D = 4, DELETE = 127 };
 
 // What keys do, and as far as the next of what: some behind the cursor, some before it. BLANKS: of
 // words that end nowhere else. A new key is a word or a row here.
