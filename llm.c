@@ -9214,8 +9214,8 @@ static const struct { int does, place; const char *on, *back; } EDITS[] = {
     {GO, WORD, "\33f \33[1;5C \33[1;3C", "\33b \33[1;5D \33[1;3D"},   // Alt-F, Ctrl-Right
     {GO, LINE, "\5 \33[F \33OF \33[4~ \33[8~", "\1 \33[H \33OH \33[1~ \33[7~"},   // Ctrl-E, End
     {ERASE, CHARACTER, "\4 \33[3~", "\b \177"},                 // Ctrl-D, Delete; Backspace
+    {ERASE, WORD, "\33d", "\33\177 \33\b"},                     // Alt-D; Alt-Backspace
     {ERASE, LINE, "\13", "\25"}, {ERASE, BLANKS, "", "\27"},    // Ctrl-K; Ctrl-U, Ctrl-W
-    {ERASE, WORD, "\33d", "\33\177 \33\b"},                   // Alt-D; Alt-Backspace
     {RECALL, 0, "\16 \33[B \33OB", "\20 \33[A \33OA"},          // Ctrl-N, Down; Ctrl-P, Up
     {NEWLINE, 0, "\33\r \33\n", ""}, {CLEAR, 0, "\14", ""},     // Alt-Enter, Ctrl-L
     {SUSPEND, 0, "\32", ""}, {PASTED, 0, "\33[200~", "\33[201~"},   // Ctrl-Z; marks of a paste
@@ -9846,7 +9846,7 @@ static bool run_embedding(Cli *cli) {
     return ok;
 }
 
-enum { RUNS = 5, MEASURED = 512 << 20, SLICE = 512 << 10 };   // bytes that are read, and by a task
+enum { RUNS = 5, MEASURED = 512 << 20, SLICE = 512 << 10 };   // times; bytes read; a task's
 
 static void read_slice(Task t) {
     uint64_t *p = (uint64_t *)((char *)t.ctx + (size_t)t.i * SLICE), sum[32] = {0};

@@ -3621,9 +3621,9 @@ static const struct { const char *command, *out, *err; int status; } CHATS[] = {
     // a pipe stays one, a long name is no trouble, and another name sees what is new
     {"mkfifo $D/w/p; cat $D/w/p & printf 'a\n/save '$D/w/p | llm $C -i -n 0; wait; test -p $D/w/p",
      "^\n@user\na\n@assistant\n\n$", "^prefill"},
-    {"n=$D/w/$(printf %255s | tr ' ' n); : >$n; for i in 1 2; do printf $i'\n/save '$n | "
-     "llm $C -i -n 0 2>&1 >$D/o; ln $n $D/w/h$i; done; cat $D/w/h1; ls -A $D/w | cut -c 1-2",
-     "^pre[^\n]*\npre[^\n]*\n@user\n2\n@assistant\n\nh1\nh2\nnn\np\n$", ""},
+    {"for i in 9 255; do n=$D/w/$(printf %${i}s | tr ' ' n); : >$n; ln $n $D/w/h$i; "
+     "printf $i'\n/save '$n | llm $C -i -n 0 2>&1 >$D/o; done; cat $D/w/h*; ls $D/w | cut -c 1-2",
+     "^(pre[^\n]*\n){2}@user\n255\n@assistant\n\n@user\n9\n@assistant\n\nh2\nh9\nnn\nnn\np\n$", ""},
     {"(cd $D; echo old >a; chmod 640 a; ln -s a l); (ulimit -f 0; printf 'a\n/save '$D/l|"
      "llm $C -i -n 0 2>&1) | cat; cat $D/a; ls -A $D | grep '[.]llm'; "
      "printf 'b\n/save - \n/save '$D/l' \t\n' | llm $C -i -n 0; cat $D/a; ls -l $D/a; "
