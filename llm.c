@@ -9714,11 +9714,6 @@ static const struct { const char *name, *value, *help; } COMMANDS[] = {
     {"Enter", "", "behind \\ or with Alt begins a line; Ctrl-C stops an answer"},
 };
 
-static void print_commands(void) {
-    for (size_t i = 0; i < COUNT(COMMANDS); i++)
-        fprintf(stderr, "%-7s %-5s %s\n", COMMANDS[i].name, COMMANDS[i].value, COMMANDS[i].help);
-}
-
 // Is that a command, or was one meant? That is a letter away, or a word alone.
 static bool is_command(Str word, bool alone) {
     size_t letters = 1;
@@ -9755,7 +9750,10 @@ static bool run_chat(Cli *cli) {
         } else if (is(word, "/quit /exit /bye") && !*value) return true;
         else if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
         else if (str_eq(word, "/stats") && !*value) print_statistics(cli);
-        else print_commands();
+        else
+            for (size_t i = 0; i < COUNT(COMMANDS); i++)
+                fprintf(stderr, "%-7s %-5s %s\n", COMMANDS[i].name, COMMANDS[i].value,
+                        COMMANDS[i].help);
     }
     return ok;
 }
