@@ -9543,7 +9543,7 @@ static bool print_token(void *ctx, int32_t id) {
     bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL), shown = !control;
     if (control) s = name;
     if (is(name, "<|start|> <|channel|> <|channel>")) cli->header = true;
-    // where thoughts are not dimmed, control tokens tell thoughts and answer of a chat apart
+    // control tokens are hidden, but a chat that cannot dim thoughts shows those around thoughts
     if (cli->n_message && cli->dims) shown = !control && !cli->header && !is(name, "<|end|>");
     else if (cli->n_message && control)
         shown = is(name, "<think> </think> [THINK] [/THINK] <|channel> <channel|> "
