@@ -6866,9 +6866,9 @@ static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
 // weights (per16) twice, for k = 0, 1 with the scale of the group's first half, for k = 2, 3 with
 // that of its second.
 //
-// A weight d q + m also adds m times its activation: sums[t][1] collects m times the known sums of
-// activations. If codes are signed but products take unsigned ones, `bias` is added to the codes,
-// sums[t][1] collects d times the sums, and block_matvec subtracts `bias` times that.
+// A format with offsets has weights d q + m, and sums[t][1] collects m times the known sums of
+// activations. A format with a bias has no offsets. If products take unsigned codes, the bias is
+// added to them, sums[t][1] collects d times the sums, and block_matvec subtracts bias times that.
 INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int tokens,
                    const TokenActs *const *acts, size_t at, vf sums[][2]) {
     int8_t q[256] __attribute__((aligned(64)));
@@ -7286,13 +7286,13 @@ INLINE void tile_int8(const Int8Panel *w, const Int8Acts *x, int depth, int scal
     for (size_t g = 0; g < (size_t)depth / 32; g++, x++)
         UNROLL for (int half = 0; half < scales; half++) {   // one scale: half 0 is the whole group
             size_t which = scales > 1 ? half : 2;            // of start [3]
-            size_t code = g / 8 * 64 + g % 8 * 2;            // the group's first of a panel's q
+            size_t code = g / 8 * 64 + g % 8 * 2;            // the group's first word of q
             vi dot[V][T], pairs[V][T];
             UNROLL for (int v = 0; v < V; v++)
                 UNROLL for (int t = 0; t < T; t++)
                     dot[v][t] = (vi){0} + (unbiased ? ROUNDER_BITS : x->start[which][t]);
             UNROLL for (int i = 0; i < step / 4; i++) {
-                size_t j = half * 4 + i, at = code + j / 2 * 16 + j % 2;
+                size_t j = half * 4 + i, at = code + j / 2 * 16 + j % 2;   // word j of the group
                 UNROLL for (int v = 0; v < V; v++) {
                     vi q = load_i32(w[v / VECTORS].q[at][v % VECTORS * LANES]);
                     if (!max_pairs) dot_tokens(dot[v], q, x->q[j]);
@@ -7420,7 +7420,7 @@ static void matmul_task(Task t) {
     while (t.i >= plan[1].first_task) plan++;
     const Matrix *w = plan->job->w;
     int n = plan->job->n, i = t.i - plan->first_task, parts = i < plan->whole ? 1 : 2;
-    int half = smaller(2 * i, plan->whole + i);   // the task's first half of a strip
+    int half = smaller(2 * i, plan->whole + i);   // if 3 strips are whole: 0, 2, 4, 6, 7, 8, ...
     if (n <= FEW) {
         int64_t r = half * (plan->task_rows / 2);
         int64_t end = smaller(r + plan->task_rows / parts, w->rows);
@@ -8445,9 +8445,9 @@ static int draft_ids(Session *s, int n, int most) {
     return most;
 }
 
-// May nextn blocks guess? `loss` is what guesses cost lately, less what they saved: a token is 16,
-// a try costs one, each guess that runs two. From 8 on they rest for 4, 12, 28, ... passes, with a
-// try or two in between, until a guess stands.
+// May nextn blocks guess? `loss` is what guesses cost lately, less what they saved, at least -32: a
+// token is 16, a try costs 1, each guess that runs 2. At a loss of 8 they rest for 4, 12, 28, ...
+// up to 512 passes, with a try or two in between, until a guess stands.
 static bool nextn_pays(Session *s, const Guesses *g) {
     if (g->drafted) s->loss = fmax(s->loss + 1 + 2 * g->run - 16 * g->stood, -32);
     if (g->drafted && g->stood) s->pause = 0;
@@ -8545,9 +8545,9 @@ typedef struct {
 
 // a file that is written: whole, before it replaces an old one
 typedef struct {
-    FILE *f;
-    char *old;                       // the regular file that is there, or NULL
-    char part[PATH_MAX + 16];        // what is removed if anything fails: f's name, or ""
+    FILE *f, *old;                   // what is written; the regular file that it replaces, or NULL
+    bool fresh, moves;               // `old` was made just now; f can take its place by a rename
+    char path[PATH_MAX], part[PATH_MAX + 16];   // where `old` is, and f, unless it has no name
 } Output;
 
 // all of one call of the program
@@ -8586,7 +8586,7 @@ typedef struct {
     // A chat: chat_open begins it, run_chat goes on with it.
     ChatMessage *message;            // [n_message], each owns its content
     size_t n_message;
-    Text said, shown, killed;        // what the user types; a part of it; what was cut out
+    Text said, shown;                // what the user types; a part of it
     Text typed[101];                 // before, and now: text n_typed, modulo 101
     size_t n_typed;
     Line line;
@@ -8751,9 +8751,8 @@ static bool parse_value(Cli *cli, const Option *o, const char *text) {
 static const Option *find_option(const char *name) {
     static const char *const names[] = {   // first ours
         "--gpu -ngl --n-gpu-layers --gpu-layers", "-m --model", "-p --prompt", "-c --ctx-size",
-        "-n --n-predict --predict --max-tokens", "-b --batch-size --ubatch-size", "-f --file",
-        "-t --threads", "--temp --temperature", "-i -cnv --conversation --interactive",
-        "--seed -s", "-v --verbose", "--system -sys --system-prompt", "--ppl --perplexity"};
+        "-n --n-predict --max-tokens", "-b --batch-size", "-f --file", "-t --threads", "-i -cnv",
+        "--temp --temperature", "--seed -s", "--system -sys --system-prompt"};
     Str given = {name, strcspn(name, "=")};
     for (size_t i = 0; i < COUNT(names); i++)
         if (is(given, names[i])) given = (Str){names[i], strcspn(names[i], " ")};
@@ -8819,7 +8818,6 @@ static bool check_options(Cli *cli, int texts) {
            fail(&cli->e, "no PROMPT given; -f - reads it from standard input; see --help");
 }
 
-// Reads what was asked for.
 static bool parse_options(Cli *cli, int argc, char **argv) {
     const char *words[3] = {NULL, NULL, NULL}, **word = words;
     bool ended = false;   // behind -- no word is an option
@@ -8889,78 +8887,57 @@ static bool read_file(Cli *cli, const char *path, Text *t) {
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
-// Is a file a model, or does this call read it? A chat that -f began may be saved there.
-static bool is_input(const Cli *cli, const char *path, const struct stat *st) {
+// Opens what is to be written to a path. A regular file stays as it is until output_close: a file
+// beside it is written, and then renamed. If that would change the old one's owner or part it from
+// other names that it has, the new one is copied, and so is what cannot be beside it.
+static bool output_open(Cli *cli, Output *out, const char *path) {
     const char *system = cli->system && *cli->system == '@' ? cli->system + 1 : NULL;
     const char *in[] = {"/dev/stdin", system, cli->template_file, cli->chat ? NULL : cli->file};
     char magic[4] = "";
-    struct stat input;
-    FILE *f = fopen(path, "rb");
-    bool found = f && fread(magic, 4, 1, f) && !memcmp(magic, "GGUF", 4);
-    if (f) fclose(f);
-    for (size_t i = 0; i < COUNT(in); i++)
-        if (in[i] && !stat(in[i], &input) && input.st_dev == st->st_dev)
-            found = found || input.st_ino == st->st_ino;
-    return found;
-}
-
-// Opens a file beside the old one that it will replace. If that would change the old one's owner,
-// or part it from other names that it has, the new one has no name, and will be copied.
-static FILE *open_beside(Output *out, const struct stat *old) {
-    int folder = strrchr(out->old, '/') - out->old;
-    snprintf(out->part, sizeof out->part, "%.*s/.llm.%d", folder, out->old, (int)getpid());
-    FILE *f = fopen(out->part, "wbx+");
-    if (f && old->st_nlink == 1 && !fchown(fileno(f), old->st_uid, old->st_gid) &&
-        !fchmod(fileno(f), old->st_mode)) return f;
-    if (f) remove(out->part);
-    out->part[0] = 0;
-    return f ? f : tmpfile();
-}
-
-// Opens what is to be written to a path. An old file stays as it is until output_close.
-static bool output_open(Cli *cli, Output *out, const char *path) {
-    struct stat st;
-    *out = (Output){.f = stdout};
+    struct stat st, input;
+    *out = (Output){.f = stdout, .fresh = stat(path, &st) != 0};
     if (!strcmp(path, "-")) return true;
-    out->f = fopen(path, "wbx");
-    if (out->f) return snprintf(out->part, sizeof out->part, "%s", path) > 0;
-    out->old = realpath(path, NULL);
-    bool regular = out->old && !stat(out->old, &st) && S_ISREG(st.st_mode), ok = true;
-    if (regular && is_input(cli, out->old, &st))
-        ok = fail(&cli->e, "%s: this is a model, or is read now: it is not overwritten", path);
-    else if (!regular) out->f = fopen(path, "wb");   // a device, or a link to where nothing is
-    else if (!access(out->old, W_OK)) out->f = open_beside(out, &st);
-    if (ok && !out->f) ok = fail(&cli->e, "%s: %s", path, strerror(errno));
-    if (ok && regular) return true;
-    free(out->old);
-    out->old = NULL;
-    return ok;
-}
-
-// Writes all of a file over another one, which stays the same file.
-static bool copy_over(FILE *from, const char *path) {
-    char part[1 << 16];
-    size_t n;
-    FILE *to = fopen(path, "wb");
-    rewind(from);
-    while (to && !ferror(to) && (n = fread(part, 1, sizeof part, from)) > 0) fwrite(part, 1, n, to);
-    bool ok = to && !ferror(from) && !ferror(to);
-    return to && !fclose(to) && ok;
+    out->f = fopen(path, out->fresh || !S_ISREG(st.st_mode) ? "ab" : "rb+");
+    if (!out->f || fstat(fileno(out->f), &st) || !S_ISREG(st.st_mode))   // a device, a pipe
+        return out->f || fail(&cli->e, "%s: %s", path, strerror(errno));
+    bool taken = fread(magic, 4, 1, out->f) && !memcmp(magic, "GGUF", 4);
+    for (size_t i = 0; i < COUNT(in); i++)   // a chat that -f began may be saved there
+        if (in[i] && !stat(in[i], &input) && input.st_dev == st.st_dev)
+            taken = taken || input.st_ino == st.st_ino;
+    out->old = out->f;
+    if (taken) {
+        fclose(out->old);
+        return fail(&cli->e, "%s: this is a model, or is read now: it is not overwritten", path);
+    }
+    if (realpath(path, out->path))
+        snprintf(out->part, sizeof out->part, "%s.llm.%d", out->path, (int)getpid());
+    out->f = fopen(out->part, "wbx+");
+    if (!out->f) out->f = tmpfile();
+    if (!out->f) return fail(&cli->e, "%s: %s", path, strerror(errno));
+    out->moves = st.st_nlink == 1 && !fchown(fileno(out->f), st.st_uid, st.st_gid) &&
+                 !fchmod(fileno(out->f), st.st_mode);
+    return true;
 }
 
 // Puts what was written into its place; if it is not ok or cannot be written, the old file stays,
 // and of a new one nothing.
 static bool output_close(Cli *cli, Output *out, const char *path, bool ok) {
-    FILE *f = out->f;
+    FILE *f = out->f, *old = out->old;
+    char bytes[1 << 16];
     if (f == stdout) return ok;   // main looks for errors
-    bool done = ok && !fflush(f) && !ferror(f) && (!out->old || !fsync(fileno(f)));
-    bool moved = done && out->old && *out->part && !rename(out->part, out->old);
-    if (done && out->old && !moved) done = copy_over(f, out->old);
+    bool done = ok && !fflush(f) && !ferror(f) && (!old || !fsync(fileno(f)));
+    if (done && old && !(out->moves && !rename(out->part, out->path))) {
+        rewind(f);
+        rewind(old);
+        for (size_t n; (n = fread(bytes, 1, sizeof bytes, f)) > 0;) fwrite(bytes, 1, n, old);
+        done = !ferror(f) && !fflush(old) && !ferror(old) && !ftruncate(fileno(old), ftello(old));
+    }
     if (ok && !done) fail(&cli->e, "%s: %s", path, strerror(errno));
-    if (fclose(f) && done) done = fail(&cli->e, "%s: %s", path, strerror(errno));
-    if (*out->part && !moved && (out->old || !done)) remove(out->part);
-    else if (!done && !out->old) (void)!truncate(path, 0);
-    free(out->old);
+    fclose(f);
+    if (!old) return done;
+    fclose(old);
+    remove(out->part);   // unless it has another name now
+    if (!done && out->fresh) remove(out->path);
     return done;
 }
 
@@ -9007,11 +8984,12 @@ static bool chat_has_system(const Cli *cli) {
     return cli->n_message && str_eq(cli->message[0].role, "system");
 }
 
-// cuts the first line off a text; behind the last line, the text's s is NULL
+// cuts the first line off a text, less its \n or \r\n; behind the last line, the text's s is NULL
 static Str cut_line(Str *text) {
     const char *newline = memchr(text->s, '\n', text->n);
     Str line = {text->s, newline ? (size_t)(newline - text->s) : text->n};
     *text = newline ? str_from(*text, line.n + 1) : (Str){NULL, 0};
+    if (line.n && line.s[line.n - 1] == '\r') line.n--;
     return line;
 }
 
@@ -9022,35 +9000,30 @@ static bool names_role(Str line) {
 }
 
 // Makes messages of the given text. A file is a conversation if its first line is @system, @user or
-// @assistant: each such line begins a message. A backslash stands before one that is text. Lines
-// end as the first one does, with \n or \r\n. PROMPT is what the user says next. All other text is
-// one message of the user, but text before a conversation would be a second prompt.
+// @assistant: each such line begins a message, and a backslash stands before one that is text.
+// PROMPT is what the user says next. Any other text is one message of the user.
 static bool chat_read(Cli *cli) {
     Str rest = {cli->text.s + cli->file_at, cli->text.n - cli->file_at}, role = NOTHING;
-    const char *start = rest.s;
     Text t = {0};
-    bool ok = true, crlf = false, plain = !cli->file;
+    bool ok = true, plain = !cli->file;
     while (ok && rest.s) {
         Str line = cut_line(&rest);
-        bool cr = line.n && line.s[line.n - 1] == '\r';
-        if (line.s == start) crlf = cr;
-        if (line.s == start && !cr && rest.s && cli->text.s[cli->text.n] == '\r') rest.n++;
-        if (cr && crlf) line.n--;
         bool named = names_role(line), begins = named && *line.s == '@';
-        if (line.s == start && !begins) plain = true;
         if (plain && begins && cli->file) {
             cli->failure = 2;
-            ok = fail(&cli->e, "two prompts: a conversation begins with its first line, not with "
-                      "text before %.*s", STR_ARG(line));
+            return fail(&cli->e, "two prompts: text stands before a conversation, which begins "
+                        "with its first line, as %.*s", STR_ARG(line));
         }
+        plain = plain || (!role.n && !begins);
         if (plain) continue;
         if (named) line = str_from(line, 1);   // less its @, or its backslash
         if (begins && role.n) ok = chat_add(cli, role, &t);
         if (begins) role = line;
         else ok = (!t.s || text_add(cli, &t, "\n", 1)) && text_add(cli, &t, line.s, line.n);
     }
-    ok = ok && (plain ? chat_add(cli, str("user"), &cli->text) : chat_add(cli, role, &t));
-    if (ok && !plain && cli->prompt)
+    if (!role.n) return chat_add(cli, str("user"), &cli->text);
+    ok = ok && chat_add(cli, role, &t);
+    if (ok && cli->prompt)
         ok = text_add(cli, &t, cli->prompt, strlen(cli->prompt)) && chat_add(cli, str("user"), &t);
     free(t.s);
     return ok;
@@ -9158,19 +9131,19 @@ static bool chat_open(Cli *cli) {
 // PASTE ms for more; `t` comes, and is left in line.next. \r\n it takes for one end of a line.
 
 enum { TERMINAL_LINE = 4095, PASTE = 50, NONE = -2 };   // bytes; ms: nobody types faster; no key
-enum { CTRL_C = 3, CTRL_D = 4, ESCAPE = 27, DELETE = 127 };
+enum { CTRL_C = 3, CTRL_D = 4, DELETE = 127 };
 
-// What keys do, and as far as the next of what: some behind the cursor, some before it. KILL erases
-// what YANK brings back. BLANKS: of words that end nowhere else. A new key is a word or a row here.
-enum { GO, ERASE, KILL, YANK, RECALL, NEWLINE, CLEAR, SUSPEND, PASTED };
+// What keys do, and as far as the next of what: some behind the cursor, some before it. BLANKS: of
+// words that end nowhere else. A new key is a word or a row here.
+enum { GO, ERASE, RECALL, NEWLINE, CLEAR, SUSPEND, PASTED };
 enum { CHARACTER, WORD, BLANKS, LINE };
 static const struct { int does, place; const char *on, *back; } EDITS[] = {
     {GO, CHARACTER, "\6 \33[C \33OC", "\2 \33[D \33OD"},        // Ctrl-F, Right; Ctrl-B, Left
     {GO, WORD, "\33f \33[1;5C \33[1;3C", "\33b \33[1;5D \33[1;3D"},   // Alt-F, Ctrl-Right
     {GO, LINE, "\5 \33[F \33OF \33[4~ \33[8~", "\1 \33[H \33OH \33[1~ \33[7~"},   // Ctrl-E, End
     {ERASE, CHARACTER, "\4 \33[3~", "\b \177"},                 // Ctrl-D, Delete; Backspace
-    {KILL, LINE, "\13", "\25"}, {KILL, BLANKS, "", "\27"},      // Ctrl-K; Ctrl-U, Ctrl-W
-    {KILL, WORD, "\33d", "\33\177 \33\b"}, {YANK, 0, "\31", ""},   // Alt-D; Alt-Backspace; Ctrl-Y
+    {ERASE, WORD, "\33d", "\33\177 \33\b"},                     // Alt-D; Alt-Backspace
+    {ERASE, LINE, "\13", "\25"}, {ERASE, BLANKS, "", "\27"},    // Ctrl-K; Ctrl-U, Ctrl-W
     {RECALL, 0, "\16 \33[B \33OB", "\20 \33[A \33OA"},          // Ctrl-N, Down; Ctrl-P, Up
     {NEWLINE, 0, "\33\r \33\n", ""}, {CLEAR, 0, "\14", ""},     // Alt-Enter, Ctrl-L
     {SUSPEND, 0, "\32", ""}, {PASTED, 0, "\33[200~", "\33[201~"},   // Ctrl-Z; marks of a paste
@@ -9202,21 +9175,13 @@ static int next_byte(int ms) {
 // the text that is edited: a new one, or an earlier one
 static Text *typed(Cli *cli) { return &cli->typed[cli->line.entry % COUNT(cli->typed)]; }
 
-// Does byte i go on with the character before it, as accents do, and what U+200D joins?
-static bool joins(const Text *t, size_t i) {
-    size_t used;
-    uint32_t c = utf8_decode(t->s + i, t->n - i, &used);
-    bool more = (t->s[i] & 0xC0) == 0x80 || unicode_classes(c) & CLASS('M') || c - 0x1F3FB < 5;
-    return more || c == 0x200D || (i > 2 && !memcmp(t->s + i - 3, "\u200D", 3));
-}
-
 // the next place of a kind, before or behind the cursor
 static size_t reach(Cli *cli, bool back, int place) {
     const Text *said = typed(cli);
     size_t at = cli->line.at, end = back ? cli->line.from : said->n;
     for (bool there = at == end; !there && (at += back ? -1 : 1) != end;) {
         char passed = said->s[back ? at : at - 1], next = said->s[back ? at - 1 : at];
-        if (place == CHARACTER) there = !joins(said, at);
+        if (place == CHARACTER) there = (said->s[at] & 0xC0) != 0x80;
         if (place == WORD) there = in_name(passed) && !in_name(next);
         if (place == BLANKS) there = !isspace((uint8_t)passed) && isspace((uint8_t)next);
         if (place == LINE) there = next == '\n';
@@ -9327,8 +9292,6 @@ static bool edit(Cli *cli, size_t from, size_t to, const char *s, size_t n) {
 
 // Obeys a key that is no text: a control character, or ESC and what comes with it, as [1;5D.
 static bool typed_key(Cli *cli, int key) {
-    const Text *said = typed(cli);
-    Text *killed = &cli->killed;
     Line *line = &cli->line;
     char s[16];
     Str keys = {s, 0};
@@ -9340,15 +9303,11 @@ static bool typed_key(Cli *cli, int key) {
     if (k == COUNT(EDITS) || (line->pasted && EDITS[k].does != PASTED)) return true;
     bool back = is(keys, EDITS[k].back);
     size_t at = line->at, to = reach(cli, back, EDITS[k].place), entry = line->entry;
-    size_t left = smaller(at, to), right = larger(at, to);
     int does = EDITS[k].does;
     if (does != SUSPEND) line->anew = true;
     if (does == GO) line->at = to;
-    if (does == YANK) return edit(cli, at, at, killed->s, killed->n);
+    if (does == ERASE) return edit(cli, smaller(at, to), larger(at, to), "", 0);
     if (does == NEWLINE) return edit(cli, at, at, "\n", 1);
-    if (does == KILL && !text_replace(cli, killed, 0, killed->n, said->s + left, right - left))
-        return false;
-    if (does == KILL || does == ERASE) return edit(cli, left, right, "", 0);
     if (does == RECALL && back && entry && cli->n_typed - entry + 1 < COUNT(cli->typed)) entry--;
     if (does == RECALL && !back && entry < cli->n_typed) entry++;
     if (entry != line->entry) {   // what is left, a draft too, stays as it is now
@@ -9512,7 +9471,7 @@ static bool print_token(void *ctx, int32_t id) {
     bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL), shown = !control;
     if (control) s = name;
     if (is(name, "<|start|> <|channel|> <|channel>")) cli->header = true;
-    // where thoughts are not dimmed, control tokens tell thoughts and answer of a chat apart
+    // control tokens are hidden, but a chat that cannot dim thoughts shows those around thoughts
     if (cli->n_message && cli->dims) shown = !control && !cli->header && !is(name, "<|end|>");
     else if (cli->n_message && control)
         shown = is(name, "<think> </think> [THINK] [/THINK] <|channel> <channel|> "
@@ -9539,14 +9498,13 @@ static bool print_token(void *ctx, int32_t id) {
 // session_run calls this before each chunk and at the end; a terminal shows how far a prompt is.
 static bool on_chunk(void *ctx, int reused, int done, int n) {
     Cli *cli = ctx;
-    bool begins = done == reused, ends = done == n || interrupted;
+    char text[80] = "";
+    bool begins = done == reused, ends = done == n || interrupted, shown = cli->progress.shown;
     if (begins) cli->progress.start = now();
     if (begins) cli->progress.before = cli->n_prompts;
     if (begins && cli->began) cli->n_passes++;
     else if (begins) cli->n_reused += reused;
     if (!cli->began) cli->n_prompts = cli->progress.before + done;
-    char text[80] = "";
-    bool shown = cli->progress.shown;
     cli->progress.shown = !ends && !begins && isatty(STDERR_FILENO);
     if (cli->progress.shown)
         snprintf(text, sizeof text, "prefill %d of %d tokens, %.0f tok/s", done, n,
@@ -9585,7 +9543,7 @@ static double peak_mb(void) {
     char line[256];
     FILE *f = fopen("/proc/self/status", "r");
     while (f && fgets(line, sizeof line, f))
-        if (sscanf(line, "VmHWM: %lf", &kb) == 1) mb = kb / RSS_PER_MB;
+        if (sscanf(line, "VmHWM: %lf", &kb) == 1) mb = kb / 1024;
     if (f) fclose(f);
     return mb;
 }
@@ -9693,11 +9651,6 @@ static const struct { const char *name, *value, *help; } COMMANDS[] = {
     {"Enter", "", "behind \\ or with Alt begins a line; Ctrl-C stops an answer"},
 };
 
-static void print_commands(void) {
-    for (size_t i = 0; i < COUNT(COMMANDS); i++)
-        fprintf(stderr, "%-7s %-5s %s\n", COMMANDS[i].name, COMMANDS[i].value, COMMANDS[i].help);
-}
-
 // Is that a command, or was one meant? That is a letter away, or a word alone.
 static bool is_command(Str word, bool alone) {
     size_t letters = 1;
@@ -9734,7 +9687,10 @@ static bool run_chat(Cli *cli) {
         } else if (is(word, "/quit /exit /bye") && !*value) return true;
         else if (str_eq(word, "/reset") && !*value) chat_clear(cli, chat_has_system(cli));
         else if (str_eq(word, "/stats") && !*value) print_statistics(cli);
-        else print_commands();
+        else
+            for (size_t i = 0; i < COUNT(COMMANDS); i++)
+                fprintf(stderr, "%-7s %-5s %s\n", COMMANDS[i].name, COMMANDS[i].value,
+                        COMMANDS[i].help);
     }
     return ok;
 }
@@ -9746,7 +9702,6 @@ static bool write_row(void *ctx, int i, const float *logits) {
     return fwrite(logits, sizeof *logits, n, cli->out.f) == n;
 }
 
-// Writes the logits of every token to a file.
 static bool run_logits(Cli *cli) {
     if (!output_open(cli, &cli->out, cli->logits)) return false;
     Request all = {cli->ids.id, cli->ids.n, .fn = write_row, .ctx = cli};
@@ -9994,8 +9949,7 @@ static void sampling_defaults(Cli *cli) {
         char text[64];
         snprintf(text, sizeof text, "general.sampling.%s", wishes[i].name);
         Meta *v = gguf_find(cli->m.gguf, text);
-        if (!v || !gguf_size[v->type]) continue;
-        double x = meta_float(v, 0);
+        double x = v && gguf_size[v->type] ? meta_float(v, 0) : NAN;
         if (isnan(x) || (x <= 0 && o->at == PICK(repeat_penalty))) continue;
         v->used = true;   // also if the user knows better
         snprintf(text, sizeof text, "%.17g", fmin(fmax(x, o->low), o->high));
@@ -10103,8 +10057,8 @@ int main(int argc, char **argv) {
     session_close(&cli.s);
     model_close(&cli.m);
     chat_clear(&cli, 0);
-    void *owned[] = {cli.message, cli.said.s, cli.shown.s, cli.killed.s, cli.answer.s,
-                     cli.template.s, cli.text.s, cli.ids.id, cli.bench.id, cli.work};
+    void *owned[] = {cli.message, cli.said.s, cli.shown.s, cli.answer.s, cli.template.s,
+                     cli.text.s, cli.ids.id, cli.bench.id, cli.work};
     for (size_t i = 0; i < COUNT(owned); i++) free(owned[i]);
     for (size_t i = 0; i < COUNT(cli.typed); i++) free(cli.typed[i].s);
     for (int i = 0; i < 3; i++) fcntl(i, F_SETFL, flags[i]);

@@ -3307,11 +3307,10 @@ static void test_cli_refusals(void) {
         {2, "$S --bench x", "--bench.*PROMPT"}, {2, "$S --bench 512x128", "--bench takes P,N"},
         {2, "$S hi --info", "--info.*PROMPT"}, {2, "$S --info --bench 1,1", "two modes.*--info"},
         {2, "$S --chat a --embed", "two modes"}, {2, "$S a --embed --tokenize", "two modes"},
-        {2, "$S a -v", "-v.*--info"},
-        {2, "$S one two three", "prompts"}, {2, "$S --tokens 1,x", "x"}, {1, "$S -i", "template"},
+        {2, "$S a -v", "-v.*--info"}, {2, "$S one two three", "prompts"}, {1, "$S -i", "template"},
         {2, "$S a --template x", "--template"}, {1, "$S --chat a --template nowhere", "nowhere"},
         {2, "$S one -f x --tokens 1", "prompts"}, {2, "$S --tokens ''", "--tokens"},
-        {2, "$S --tokens 9999999999", "to 2147483647"},
+        {2, "$S --tokens 9999999999", "to 2147483647"}, {2, "$S --tokens 1,x", "x"},
         {2, "$S -i --tokens 1", "-i"}, {2, "$S --bench 16", "--bench.*two whole numbers"},
         {2, "$S hi --gpu fast", "fast"}, {2, "$S --bench 16,0", "16,0"},
         {1, "nowhere.gguf hi", "nowhere.gguf"}, {1, "golden hi", "not a regular file"},
@@ -3578,8 +3577,8 @@ static const struct { const char *command, *out, *err; int status; } CHATS[] = {
     {"llm $C a --tokenize", "^96 66 98\n$"}, {"llm $C a -n 0", "", "^prefill 2 tokens"},
     {"printf '@system\nA\n\n@user\n@assistant\nb\n@users\n@user\r\n@user\nc\r\n' | llm $C --render",
      "^<.start.>system<.message.>A\n<.end.><.start.>user<.message.><.end.>"
-     "<.start.>assistant<.message.>b\n@users\n@user\r<.end.>"
-     "<.start.>user<.message.>c\r<.end.><.start.>assistant$"},
+     "<.start.>assistant<.message.>b\n@users<.end.>"
+     "<.start.>user<.message.><.end.><.start.>user<.message.>c<.end.><.start.>assistant$"},
     {"printf '@user\r\na\r\n@assistant\r\n\r\nb\r\n@user\r\nc\r\n' | llm $C --render",
      "user<.message.>a<.*>\nb<.*>c<"},
     {"printf '@user\na\n@assistant\nb' | llm $C --chat -f - --tokenize", " 85 67\n$"},
@@ -3598,9 +3597,9 @@ static const struct { const char *command, *out, *err; int status; } CHATS[] = {
     // a pipe stays one, a long name is no trouble, and another name sees what is new
     {"mkfifo $D/w/p; cat $D/w/p & printf 'a\n/save '$D/w/p | llm $C -i -n 0; wait; test -p $D/w/p",
      "^\n@user\na\n@assistant\n\n$", "^prefill"},
-    {"n=$D/w/$(printf %255s | tr ' ' n); : >$n; for i in 1 2; do printf $i'\n/save '$n | "
-     "llm $C -i -n 0 2>&1 >$D/o; ln $n $D/w/h$i; done; cat $D/w/h1; ls -A $D/w | cut -c 1-2",
-     "^pre[^\n]*\npre[^\n]*\n@user\n2\n@assistant\n\nh1\nh2\nnn\np\n$", ""},
+    {"for i in 9 255; do n=$D/w/$(printf %${i}s | tr ' ' n); : >$n; ln $n $D/w/h$i; "
+     "printf $i'\n/save '$n | llm $C -i -n 0 2>&1 >$D/o; done; cat $D/w/h*; ls $D/w | cut -c 1-2",
+     "^(pre[^\n]*\n){2}@user\n255\n@assistant\n\n@user\n9\n@assistant\n\nh2\nh9\nnn\nnn\np\n$", ""},
     {"(cd $D; echo old >a; chmod 640 a; ln -s a l); (ulimit -f 0; printf 'a\n/save '$D/l|"
      "llm $C -i -n 0 2>&1) | cat; cat $D/a; ls -A $D | grep '[.]llm'; "
      "printf 'b\n/save - \n/save '$D/l' \t\n' | llm $C -i -n 0; cat $D/a; ls -l $D/a; "
@@ -3608,9 +3607,7 @@ static const struct { const char *command, *out, *err; int status; } CHATS[] = {
      "-rw-r-----[^\n]*/a\n$", "^prefill"},
     // a conversation goes on and is written as it was read; any other text is a first message
     {"printf '%s\n' @user '\\@user' '\\\\@system' @users '\\a' '' @assistant '' >$D/a; "
-     "printf '/save '$D/again | llm $C -i -f $D/a; cmp $D/a $D/again", "^$"},
-    {"printf 'a\n@user\r\n' >$D/b; printf '/save '$D/again | llm $C -i -f $D/b -n 1 >&2; "
-     "cat $D/again", "^@user\na\n.@user\n@assistant\n", ""}};
+     "printf '/save '$D/again | llm $C -i -f $D/a; cmp $D/a $D/again", "^$"}};
 
 // three turns with templates that treat thoughts as those of Qwen 3, Qwen 3.5, R1 and gpt-oss do
 static void test_cli_chat(void) {
@@ -3777,27 +3774,41 @@ static void test_cli_terminal(void) {
     }
 }
 
-// What is typed with keys that edit, and what the messages are.
+// What is typed, and what the message is (NULL: there is none yet). Last comes what fails.
 static void test_cli_editing(void) {
+    char *system = need(6000);
     static const char *const keys[][2] = {
-        {"one two-x  three\33b\33[1;5D\33[D\33f!\1\6\33[3~\5\bX\2Y", "oe two-x!  threYX"},
-        {"one two-x  three\27\31\31\33\177\1\33d\33[F\33OD\33OD\13", " two-x"},
-        {"to\33[A\33[A+\33[B\25new\20\20\16\16\16!", "to!"}, {"\20\20\20", "oe two-x!  threYX+"},
-        {"\33[200~\4ab\rc\25\33[201~d\33\re\33[H\33[HX", "ab\nXcd\ne"},
-        {"xe\u0301\ba\U0001F469\u200D\U0001F4BB\33[Db\14", "xab\U0001F469\u200D\U0001F4BB"}};
-    const char *typed[2 * COUNT(keys) + 7] = {"> "}, *want = "";
+        {"one two-x  three\33b\33[1;5D\33[D\33f!\1\6\33[3~\5\bX\2Y\r", "oe two-x!  threYX"},
+        {"one two-x  three\27\33\177\1\33d\33[F\33OD\33OD\13\r", " tw"},
+        {"to\33[A\33[A+\33[B\25new\20\20\16\16\16!\r", "to!"},
+        {"\20\20\20\r", "oe two-x!  threYX+"},
+        {"\33[200~\4ab\rc\25\33[201~d\33\re\33[H\33[HX\r", "ab\nXcd\ne"},
+        {"\u00E9\ba\U0001F469\U0001F4BB\33[Db\14\r", "a\U0001F469b\U0001F4BB"},
+        {"wrong\25ab\u00E9\177x\bc\4 dd\27\033[1;6A\033OPe\033\u00E9\n", "abc e"}, {"half\3", NULL},
+        {"one\ntwo\r\nthree\033[[A\n", "one\ntwo\nthree"}, {"x\033[A\n", "one\ntwo\nthree"},
+        {"/nothing x\\\n", NULL}, {"@user\n", "/nothing x\n\\@user"},
+        {"Gr\374\n", NULL}, {"b\n", NULL}, {"/system s\n", NULL}};
+    const char *typed[2 * COUNT(keys) + 8] = {NULL}, **next = typed, *want = "";
+    memset(memcpy(system, "/system ", 8) + 8, 'x', 5000);   // a long line
+    system[5008] = '\n';
     for (size_t i = 0; i < COUNT(keys); i++) {
-        typed[2 * i + 1] = text_of("%s\r", keys[i][0]);
-        typed[2 * i + 2] = "\r\n> ";
-        want = text_of("%s@user\n%s\n@assistant\nyes\n", want, keys[i][1]);
+        *next++ = i ? "\r\n> " : "> ";
+        *next++ = keys[i][0];
+        if (keys[i][1]) want = text_of("%s@user\n%s\n@assistant\nyes\n", want, keys[i][1]);
     }
-    typed[2 * COUNT(keys) + 1] = text_of("/save %s\r", scratch("saved"));
-    typed[2 * COUNT(keys) + 2] = "\r\n> ";
-    typed[2 * COUNT(keys) + 3] = "\4";
-    write_scripted("chat", CHATML, "\u010A yes <|im_end|>", 4);
-    const char *seen = on_terminal("$LLM $C -i --temp 0", 20, typed);
+    for (int i = 0; i < 3; i++) {
+        const char *last[] = {system, text_of("/save %s\r", scratch("saved")), "\4"};
+        *next++ = "\r\n> ";
+        *next++ = last[i];
+    }
+    write_scripted("chat", "{% if messages[0].content == 's' or messages[-1].content == 'b' %}"
+                   "{{ raise_exception('no') }}{% endif %}" CHATML, "\u010A yes <|im_end|>", 4);
+    const char *seen = on_terminal("$LLM $C -i --temp 0", 80, typed);
+    bool told = matches(seen, "byte 2 is 0xfc[^\n]*\r\n> .*: no;[^\n]*\r\n> .*: no;[^\n]*\r\n> ");
+    CHECK(told, "%s", seen);
     const char *saved = read_all(scratch("saved"), NULL);
-    CHECK(!strcmp(saved, want), "'%s', not '%s': %s", saved, want, seen);
+    bool same = !strncmp(saved + 8, system + 8, 5001) && !strcmp(saved + 5009, want);
+    CHECK(same, "'%s', not '%s': %s", saved, want, seen);
     // a mistyped command is answered; what only begins as one goes to the model, unless refused
     check_llm("echo be >$D/of; printf '/hlep\n/sytem x\n/sav\n /x\n/etc/x\n/no_think a\n"
               "/system @'$D'/of\n/save '$D/saved | llm $C -i --temp 0", 0, "^yes\nyes\nyes\n$",
@@ -3807,34 +3818,6 @@ static void test_cli_editing(void) {
     write_scripted("chat", CHATML "<think>", "<think> hm hm", 4);
     check_llm("printf 'a\n/save '$D/saved | llm $C -i -n 3 --temp 0; cat $D/saved", 0,
               "@assistant\n<think>hmhmhm</think>\n$", "^prefill");
-}
-
-// What is typed: keys that edit, Ctrl-C behind half a line, a paste, a byte that is not UTF-8, what
-// is no command, a line that goes on, what the template refuses, a long line.
-static void test_cli_typing(void) {
-    char *system = need(6000);
-    memset(system, 'x', 5000);
-    memcpy(system, "/system ", 8);
-    system[4999] = '\n';
-    const char *const typed[] = {
-        "> ", "wrong\25ab\u00E9\177x\bc\4 dd\27\033[1;6A\033OPe\033\u00E9\n", "\r\n> ", "half",
-        "half", "\3", "\r\n> ", "one\ntwo\r\nthree\033[[A\n", "\r\n> ", "x\033[A\n",
-        "\r\n> ", "Gr\374\n", "\r\n> ", "/nothing x\\\n",
-        "\r\n> ", "@user\n", "\r\n> ", "b\n", "\r\n> ", system,
-        "\r\n> ", "/system s\n", "\r\n> ", text_of("/save %s\n", scratch("saved")),
-        "\r\n> ", "/exit \n", NULL};
-    write_scripted("chat", "{% if messages[0].content == 's' or messages[-1].content == 'b' %}"
-                   "{{ raise_exception('no') }}{% endif %}" CHATML, "\u010A yes <|im_end|>", 4);
-    const char *seen = on_terminal("$LLM $C -i --temp 0", 80, typed);
-    bool told = matches(seen, "byte 2 is 0xfc[^\n]*\r\n> .*: no;[^\n]*\r\n> .*: no;[^\n]*\r\n> ");
-    CHECK(told, "%s", seen);
-    const char *saved = read_all(scratch("saved"), NULL);
-    size_t n = strspn(system + 8, "x");
-    CHECK(!strncmp(saved, "@system\n", 8) && !strncmp(saved + 8, system + 8, n) &&
-              !strcmp(saved + 8 + n, "\n@user\nabc e\n@assistant\nyes\n@user\none\ntwo\nthree\n"
-                      "@assistant\nyes\n@user\none\ntwo\nthree\n@assistant\nyes\n"
-                      "@user\n/nothing x\n\\@user\n@assistant\nyes\n"),
-          "'%s'", saved);
 }
 
 static void test_cli_logits(void) {
@@ -3850,8 +3833,8 @@ static void test_cli_logits(void) {
     // no part is left behind, and a link stays
     check_llm("ln -s gone $D/link; echo a >$D/old; (ulimit -f 1; for i in part link old; do "
               "llm $S 'Once upon a time' --logits $D/$i; done); ls -A $D | grep '[.]llm'; "
-              "! test -e $D/part && test -L $D/link && wc -c <$D/gone && cat $D/old", 0,
-              "^ *0\na\n$", "^(llm: [^\n]*/(part|link|old): File too large\n){3}$");
+              "! test -e $D/part && test -L $D/link && ! test -e $D/gone && cat $D/old", 0, "^a\n$",
+              "^(llm: [^\n]*/(part|link|old): File too large\n){3}$");
 }
 
 static bool stop_early(void *ctx, int reused, int done, int n) {
@@ -3872,7 +3855,7 @@ static bool stop_twice(void *ctx, int reused, int done, int n) {
     return on_chunk(ctx, reused, done, n);
 }
 
-// what depends on who runs llm: signals, memory, a pipe, rights, what ran before
+// what depends on who runs llm: signals, a pipe, rights
 static void test_cli_hosts(void) {
     int status = 0, ends[2];
     atomic_int seen[2] = {0};
@@ -3880,17 +3863,6 @@ static void test_cli_hosts(void) {
     parallel(pool, see_signals, seen, 2);
     pool_close(pool);
     CHECK(seen[1], "the pool's threads take the host's signals");
-    Cli c = {.m = *open_model("golden/story.gguf"), .o.cpu = true, .bench.id = (int32_t[]){1, 1}};
-    allocations = 0;
-    for (int run = 0; run < 2; run++) {   // half the memory will do
-        bool ok = start_session(&c) && c.slices == (size_t)SLICES >> run;
-        CHECK(ok, "%d: %zu slices: %s", run, c.slices, c.e.text);
-        session_close(&c.s);
-        freed(c.work);
-        failing = allocations;   // the last one is what --bench reads
-        allocations = 0;
-    }
-    failing = 0;
     // a pipe that does not block, and is read late
     REQUIRE(!pipe(ends) && !fcntl(ends[1], F_SETFL, O_NONBLOCK), "no pipe");
     if (!fork()) {
@@ -3910,17 +3882,10 @@ static void test_cli_hosts(void) {
     if (!fork()) {
         if (!getuid()) (void)!setuid(65534);
         close(open(scratch("x/a"), O_CREAT | O_WRONLY, 0444));
-        _exit(chat_save(&c, scratch("x/a")));
+        _exit(chat_save(&(Cli){0}, scratch("x/a")));
     }
     wait(&status);
     CHECK(!status, "a file of mode 444 was replaced");
-    if (!fork()) {   // the peak is not that of what ran here before exec
-        memset(need(300 << 20), 1, 300 << 20);
-        execl("/bin/sh", "sh", "-c", "exec $LLM $S hi -n 0 >$D/out 2>$D/err", NULL);
-    }
-    wait(&status);
-    double peak = atof(strstr(read_all(scratch("err"), NULL), "peak ") + 5);
-    CHECK(peak > 0 && peak < 250, "%.0f MB", peak);
 }
 
 static void test_cli_machines(void) {   // what depends on where llm runs
@@ -6819,7 +6784,7 @@ static const Test TESTS[] = {
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_unigram) T(tokenizer_linear) T(chat_templates) T(allocations)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_wishes) T(cli_numbers) T(cli_chat)
-    T(cli_terminal) T(cli_editing) T(cli_typing) T(cli_logits) T(cli_interrupt) T(cli_hosts)
+    T(cli_terminal) T(cli_editing) T(cli_logits) T(cli_interrupt) T(cli_hosts)
     T(cli_machines)
 #if defined(LLM_METAL) || defined(LLM_CUDA)
     T(metal_kernels) T(metal_models) T(metal_shapes) T(metal_failures)
