@@ -13,9 +13,8 @@
 //    6. forward              layers, logits, and what happens if the GPU fails
 //    7. open                 what the GPU lacks, its memory, the first pass
 //
-// llm.c has the prototypes of what it calls, gpu_attach to gpu_copy; its Part VI also calls
-// gpu_bytes and gpu_rate. When gpu_forward or gpu_logits returns false, the CPU does the work:
-// there is no GPU, it lacks what a model needs (gpu_lacks, memory), or a driver's call has failed.
+// llm.c has the prototypes of what it calls, gpu_attach to gpu_copy. The CPU does the work if there
+// is no GPU, if it lacks what a model needs (gpu_lacks, memory), or when a driver's call has failed.
 #define METAL_HOST
 #include "kernels.metal"
 #undef METAL_HOST
@@ -50,7 +49,7 @@ typedef struct {
     int constant[N_CONSTANTS];
 } Dispatch;
 // a kernel compiled for the dispatches that have the function constants of this one
-typedef struct { Dispatch d; size_t threads; void *state; } Variant;   // threads: the most
+typedef struct { Dispatch d; size_t threads; void *state; } Variant;   // threads: at most
 // groups and threads of a Dispatch with a SIMD-group for each of n
 #define UNITS(n) div_up(n, UNIT_SIMDGROUPS), UNIT_SIMDGROUPS * SIMD_LANES
 
@@ -263,14 +262,6 @@ static bool cuda_copy(Gpu *g, void *to, const void *from, size_t bytes) {
 
 // Makes the GPU's copy of s: zeros, or if `filled` what the host has, with progress on a terminal.
 static bool device_buffer(Gpu *g, Shared *s, bool filled) {
-    size_t room, all;
-    if (!cuda(g, cuMemGetInfo_v2, &room, &all)) return false;
-    if (s->size > room) {
-        char both[80];
-        snprintf(both, sizeof both, "%zu MB more, where %zu of %zu MB are free", s->size >> 20,
-                 room >> 20, all >> 20);
-        return gpu_fail(g, "the GPU has too little memory", both);
-    }
     // gemv_ring copies 16 bytes at a time, up to 15 behind the last row
     if (!cuda(g, cuMemAlloc_v2, (char **)&s->buffer, s->size + 16)) return false;
     if (!filled) return cuda(g, cuMemsetD8Async, s->buffer, 0, s->size, g->device->stream);
@@ -415,7 +406,8 @@ static bool device_ready(Gpu *g) {   // compiles and loads all variants that are
         void *module;
         char name[64];
         if (p->state) continue;
-        int shared = cuda_build(g, &p->d).shared;
+        Build b = cuda_build(g, &p->d);
+        p->threads = b.threads;
         int error = ok && c->n ? g->device->cuModuleLoadData(&module, c->bytes) : 0;
         if (error && c->kept) {   // an image that the driver refuses is compiled anew
             free(c->bytes);
@@ -426,16 +418,14 @@ static bool device_ready(Gpu *g) {   // compiles and loads all variants that are
         snprintf(name, sizeof name, "run_%s", p->d.kernel);   // so that profilers tell them apart
         ok = c->n ? ok && cuda_check(g, error, "cuModuleLoadData") &&
                         cuda(g, cuModuleGetFunction, &p->state, module, name) &&
-                        (!shared ||
-                         cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, shared))
+                        (!b.shared ||
+                         cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, b.shared))
                   : gpu_fail(g, p->d.kernel, c->bytes ? c->bytes : "it is not compiled");
         free(c->bytes);
         *c = (Code){0};
     }
     return ok;
 }
-
-static size_t device_threads(const Gpu *g, const Dispatch *d) { return cuda_build(g, d).threads; }
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
 
@@ -652,10 +642,6 @@ static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages
     return s->buffer != NULL;
 }
 
-static size_t device_threads(const Gpu *g, const Dispatch *d) {   // until it is compiled
-    return (void)g, d->threads;
-}
-
 static void metal_compile(Task t) {   // variant number t.i, if it is not compiled
     Gpu *g = t.ctx;
     Variant *p = &g->pipeline[t.i];
@@ -799,7 +785,7 @@ static const Variant *gpu_pipeline(Gpu *g, const Dispatch *d) {
         if (!strcmp(p->d.kernel, d->kernel) &&
             !memcmp(p->d.constant, d->constant, sizeof d->constant)) return p;
     if (g->n_pipelines == MAX_PIPELINES) return gpu_fail(g, "too many kernel variants", NULL), NULL;
-    *p = (Variant){*d, device_threads(g, d), NULL};
+    *p = (Variant){*d, 0, NULL};
     g->n_pipelines++;
     return p;
 }
@@ -1270,12 +1256,10 @@ static void run_attention(Session *s, const Layer *w, int n) {
     int qk_normed = (qn->w && !q_whole) | (kn->w && !k_whole) << 1;
     int lanes = attention_lanes(w->hd, w->vd), nsg = attention_most(w->hd, w->vd);
     int heads = n > 1 ? smaller(w->n_head / w->n_kv, ATTENTION_HEADS) : spread.heads;
-    int slices = spread.slices;
-    bool spans = c->span && w->window;
     struct attention_args a = {
         .n = n, .n_head = w->n_head, .n_kv = w->n_kv, .n_rot = w->n_rot, .sinks = w->sinks != NULL,
         .rows = kv->rows, .window = kv->window, .keep = kv->keep, .span = c->span,
-        .slices = slices, .q_step = qn->n > w->hd ? w->hd : 0, .k_step = kn->n > w->hd ? w->hd : 0,
+        .slices = spread.slices, .q_step = qn->n > w->hd ? w->hd : 0, .k_step = kn->n > w->hd ? w->hd : 0,
         .eps = c->eps, .scale = c->attn_scale, .softcap = c->attn_cap,
         .sharpen_scale = c->span && w->rope != ROPE_NONE ? 0 : c->sharpen_scale,
         .sharpen_length = c->sharpen_length, .sharpen_next = c->span > 0};
@@ -1291,7 +1275,7 @@ static void run_attention(Session *s, const Layer *w, int n) {
                      [C_QK_LATE] = c->qk_norm_late, [C_CENTRED] = c->norm != NORM_RMS,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
-                     [C_MERGES] = merges, [C_CAUSAL] = c->causal, [C_SPANS] = spans}};
+                     [C_MERGES] = merges, [C_CAUSAL] = c->causal, [C_SPANS] = c->span && w->window}};
     if (q_whole) run_norm(s, q, qn, c->norm, w->n_head * w->hd, q, n, STORE);
     if (k_whole && own) run_norm(s, s->k, kn, c->norm, w->n_kv * w->hd, s->k, n, STORE);
     if (c->values_normed && own)
@@ -1302,9 +1286,9 @@ static void run_attention(Session *s, const Layer *w, int n) {
         run_stretch(g, &d, &b, "rope", AT_V_NEW, AT_NOW, UNITS(n * (w->n_head + 2 * b.n_kv)), 0);
     if (few || !run_flash(s, w, &d, &a))
         run_stretch(g, &d, &a, "attention", AT_V_NEW, AT_PARTS,
-                    (size_t)n * spread_groups(w, heads) * slices, nsg * SIMD_LANES,
+                    (size_t)n * spread_groups(w, heads) * spread.slices, nsg * SIMD_LANES,
                     attention_floats(heads, w->hd, w->vd, nsg, lanes));
-    if (slices == 1 || merges) return;
+    if (spread.slices == 1 || merges) return;
     Dispatch merge = {
         .bound = {q, g->now, w->sinks, g->parts, s->att},
         .constant = {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_GATED] = q != s->q}};

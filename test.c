@@ -5980,7 +5980,8 @@ static void check_reads(const Session *s) {
                 reads |= soft.run[r].bound[b] == (char *)t->data - (uintptr_t)t->data % 16;
             times += reads;
         }
-        CHECK(times <= s->m->config.n_loops, "%.*s: %d reads", STR_ARG(t->name), times);
+        bool few = t->ne[1] < 2 || times <= s->m->config.n_loops;
+        CHECK(few, "%.*s: %d reads", STR_ARG(t->name), times);
     }
 }
 
@@ -6259,7 +6260,7 @@ static bool lab_failure(const Model *m, int row, int later, const int32_t *ids, 
     soft.broken = later < 0 ? method : NULL;
     soft.calls = 0;
     soft.failing = row < 0 ? -row : 0;
-    Options o = {.threads = 1, .chunk = 9, .draft = 1, .gpu_layers = row > 0 && row % 2};
+    Options o = {.threads = 1, .chunk = 9, .draft = 1, .gpu_layers = row % 2 != 0};
     bool ok = session_open(&s, m, o, &e);
     if (says && !SOFT_CUDA) soft.broken = NULL;
     for (int k = 0; k < 4; k++) {
