@@ -14,7 +14,7 @@
 //    7. open                 what the GPU lacks, its memory, the first pass
 //
 // llm.c has the prototypes of what it calls, gpu_attach to gpu_copy. The CPU does the work if there
-// is no GPU, if it lacks what a model needs (gpu_lacks, memory), or when a driver's call has failed.
+// is no GPU, if it lacks what a model needs (gpu_lacks, memory), or after a driver's call failed.
 #define METAL_HOST
 #include "kernels.metal"
 #undef METAL_HOST
@@ -372,7 +372,7 @@ static void cuda_keep(const char *path, Code c) {   // the file gets its name wh
     if (fd >= 0 && (close(fd) || !written || rename(draft, path))) unlink(draft);
 }
 
-static void cuda_compile(Task t) {   // variant number t.i, if it is not loaded
+static void device_compile(Task t) {   // variant number t.i, if it is not loaded
     Gpu *g = t.ctx;
     Device *d = g->device;
     Code *c = &d->code[t.i];
@@ -397,34 +397,28 @@ static void cuda_compile(Task t) {   // variant number t.i, if it is not loaded
     if (c->n && keeps) cuda_keep(path, *c);
 }
 
-static bool device_ready(Gpu *g) {   // compiles and loads all variants that are not loaded
-    bool ok = true;
-    parallel(g->pool, cuda_compile, g, g->n_pipelines);
-    for (int i = 0; i < g->n_pipelines; i++) {
-        Variant *p = &g->pipeline[i];
-        Code *c = &g->device->code[i];
-        void *module;
-        char name[64];
-        if (p->state) continue;
-        Build b = cuda_build(g, &p->d);
-        p->threads = b.threads;
-        int error = ok && c->n ? g->device->cuModuleLoadData(&module, c->bytes) : 0;
-        if (error && c->kept) {   // an image that the driver refuses is compiled anew
-            free(c->bytes);
-            *c = (Code){.kept = true};
-            cuda_compile((Task){.ctx = g, .i = i});
-            error = c->n ? g->device->cuModuleLoadData(&module, c->bytes) : 0;
-        }
-        snprintf(name, sizeof name, "run_%s", p->d.kernel);   // so that profilers tell them apart
-        ok = c->n ? ok && cuda_check(g, error, "cuModuleLoadData") &&
-                        cuda(g, cuModuleGetFunction, &p->state, module, name) &&
-                        (!b.shared ||
-                         cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, b.shared))
-                  : gpu_fail(g, p->d.kernel, c->bytes ? c->bytes : "it is not compiled");
+static void device_load(Gpu *g, int i) {   // variant number i, if it is not loaded
+    Variant *p = &g->pipeline[i];
+    Build b = cuda_build(g, &p->d);
+    Code *c = &g->device->code[i];
+    void *module;
+    char name[64];
+    if (p->state) return;
+    int error = !g->why[0] && c->n ? g->device->cuModuleLoadData(&module, c->bytes) : 0;
+    if (error && c->kept) {   // an image that the driver refuses is compiled anew
         free(c->bytes);
-        *c = (Code){0};
+        *c = (Code){.kept = true};
+        device_compile((Task){.ctx = g, .i = i});
+        error = c->n ? g->device->cuModuleLoadData(&module, c->bytes) : 0;
     }
-    return ok;
+    snprintf(name, sizeof name, "run_%s", p->d.kernel);   // so that profilers tell them apart
+    if (!c->n) gpu_fail(g, p->d.kernel, c->bytes ? c->bytes : "it is not compiled");
+    else if (!g->why[0] && cuda_check(g, error, "cuModuleLoadData") &&
+             cuda(g, cuModuleGetFunction, &p->state, module, name) && b.shared)
+        cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, b.shared);
+    p->threads = b.threads;
+    free(c->bytes);
+    *c = (Code){0};
 }
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
@@ -642,7 +636,7 @@ static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages
     return s->buffer != NULL;
 }
 
-static void metal_compile(Task t) {   // variant number t.i, if it is not compiled
+static void device_compile(Task t) {   // variant number t.i, if it is not compiled
     Gpu *g = t.ctx;
     Variant *p = &g->pipeline[t.i];
     id error = NULL;
@@ -660,19 +654,15 @@ static void metal_compile(Task t) {   // variant number t.i, if it is not compil
     objc_autoreleasePoolPop(pool);
 }
 
-static bool device_ready(Gpu *g) {   // compiles all variants that are not compiled
-    parallel(g->pool, metal_compile, g, g->n_pipelines);
-    for (int i = 0; i < g->n_pipelines; i++) {
-        Variant *p = &g->pipeline[i];
-        id *error = &g->device->error[i];
-        if (!p->state) metal_fail(g, p->d.kernel, *error);
-        else if (send(simd_width, p->state) != SIMD_LANES)
-            gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
-        send(release, *error);
-        *error = NULL;
-        p->threads = send(max_threads, p->state);
-    }
-    return !g->why[0];
+static void device_load(Gpu *g, int i) {   // says why variant number i is not compiled, if so
+    Variant *p = &g->pipeline[i];
+    id *error = &g->device->error[i];
+    if (!p->state) metal_fail(g, p->d.kernel, *error);
+    else if (send(simd_width, p->state) != SIMD_LANES)
+        gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
+    send(release, *error);
+    *error = NULL;
+    p->threads = send(max_threads, p->state);
 }
 
 static void metal_commit(Gpu *g) {
@@ -794,9 +784,10 @@ static const Variant *gpu_pipeline(Gpu *g, const Dispatch *d) {
 static bool gpu_ready(Gpu *g, const Variant *p) {
     if (p->state) return true;
     if (isatty(2)) show_progress("compiling the GPU's kernels");
-    bool ok = device_ready(g);
+    parallel(g->pool, device_compile, g, g->n_pipelines);
+    for (int i = 0; i < g->n_pipelines; i++) device_load(g, i);
     if (isatty(2)) show_progress("");
-    return ok;
+    return !g->why[0];
 }
 
 // Also called after a failure, which it prints in one line; without s->gpu the CPU does the work.
@@ -1259,7 +1250,8 @@ static void run_attention(Session *s, const Layer *w, int n) {
     struct attention_args a = {
         .n = n, .n_head = w->n_head, .n_kv = w->n_kv, .n_rot = w->n_rot, .sinks = w->sinks != NULL,
         .rows = kv->rows, .window = kv->window, .keep = kv->keep, .span = c->span,
-        .slices = spread.slices, .q_step = qn->n > w->hd ? w->hd : 0, .k_step = kn->n > w->hd ? w->hd : 0,
+        .slices = spread.slices, .q_step = qn->n > w->hd ? w->hd : 0,
+        .k_step = kn->n > w->hd ? w->hd : 0,
         .eps = c->eps, .scale = c->attn_scale, .softcap = c->attn_cap,
         .sharpen_scale = c->span && w->rope != ROPE_NONE ? 0 : c->sharpen_scale,
         .sharpen_length = c->sharpen_length, .sharpen_next = c->span > 0};
@@ -1275,7 +1267,8 @@ static void run_attention(Session *s, const Layer *w, int n) {
                      [C_QK_LATE] = c->qk_norm_late, [C_CENTRED] = c->norm != NORM_RMS,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
-                     [C_MERGES] = merges, [C_CAUSAL] = c->causal, [C_SPANS] = c->span && w->window}};
+                     [C_MERGES] = merges, [C_CAUSAL] = c->causal,
+                     [C_SPANS] = c->span && w->window}};
     if (q_whole) run_norm(s, q, qn, c->norm, w->n_head * w->hd, q, n, STORE);
     if (k_whole && own) run_norm(s, s->k, kn, c->norm, w->n_kv * w->hd, s->k, n, STORE);
     if (c->values_normed && own)
