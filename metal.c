@@ -832,8 +832,8 @@ static int gemm_tokens(int n) {   // in a tile, for n tokens
 // What is done with a product and its bias, or with a norm's result, see finish in kernels.metal:
 // it is multiplied by factor, and kind says how it meets `other`. softcap and limit (of what is
 // stored, or of the GLU's two factors) are a product's; the result of a norm is multiplied by
-// scale, too, and they lie `step` apart; its rows (from) or results (to) may be states of positions
-// that lie so far behind the pass's first, in s->states. 0: there is none.
+// scale, too, and they lie `step` apart; its rows (from) or results (to) may be s->states, from the
+// position on that is so many after the pass's first. 0: there is none.
 typedef struct {
     int kind;
     const float *other;

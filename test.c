@@ -4035,7 +4035,8 @@ static void test_cli_interrupt(void) {
 // kernels.metal runs here as it stands, and metal.c links here as it stands: three layers let it.
 //    a. the emulator: threads of a threadgroup are fibers, switched at barriers and simd_* calls
 //    b. the Metal library: the words and functions of Metal that kernels.metal uses, as C macros
-//    c. the software Metal device behind the eight Objective-C functions that metal.c calls
+//    c. the software Metal device behind the eight Objective-C functions that metal.c calls, or
+//       CUDA's driver, whose GPU has memory of its own
 //
 // Threadgroups run one after another. A fiber switches only at a rendezvous: a barrier, or a
 // SIMD-group function; which one goes on is the schedule's choice. Each schedule drives one
