@@ -4891,7 +4891,7 @@ typedef struct SoftKernel {                      // a variant of a kernel
 typedef struct { const SoftKernel *kernel; Launch how; Bound bound; } SoftLaunch;
 typedef struct { SoftLaunch launch[300]; int n; } SoftGraph;
 typedef struct {                                 // what is current in a thread; its stream
-    struct { char *p; size_t n; } memory[99];
+    struct { char *p; size_t n; } memory[999];
     struct { void *p, *to; size_t n; } fetched;
     SoftKernel *kernels;
     SoftGraph *capture;
