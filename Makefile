@@ -47,11 +47,10 @@ run: llm
 	    --repeat-penalty 1.1 --seed $(SEED)
 
 # Each build of the tests covers other code: this CPU's SIMD, any CPU's, Part I's plain engine, then
-# with it quant.h's four codes in a word, tiles and a ring as on NVIDIA's GPUs, and SIMD under
-# checkers, which name lines if -g1; test_driver covers metal.c's half for NVIDIA, with CUDA's
-# driver in software. valgrind knows no AVX-512, and takes long for multiply-adds: there are none. A
-# build without Part V's fast loops takes a fifth of the time of the others, and test_asan a third,
-# because its decoders are not inlined.
+# with it quant.h's four codes in a word, tiles and a ring as on NVIDIA's GPUs, SIMD under checkers
+# (-g1: they name lines), and metal.c's half for NVIDIA. valgrind knows no AVX-512, and takes long
+# for multiply-adds: there are none. Builds without Part V's fast loops, and test_asan without
+# inlined decoders, take a fifth and a third of the time of the others.
 test_native: FLAGS = $(NATIVE) $(CFLAGS)
 test_plain: FLAGS = -O1
 test_words: FLAGS = -O1 -DLLM_PLAIN -DQUANT_WORDS $(if $(METAL),,-DLARGE_TILES)
@@ -62,8 +61,7 @@ test_tsan: FLAGS = -g -O1 -fsanitize=thread
 test_cuda: FLAGS = $(NATIVE) $(CFLAGS) -DLLM_CUDA
 test_driver: FLAGS = -g1 -O1 -DLLM_PLAIN -DLLM_CUDA -DSOFT_DRIVER -rdynamic -fsanitize=address
 test_plain test_book test_cuda test_driver: LINK = test.c $(LIBS) -ldl
-BUILDS = test_native test_plain test_words test_book test_avx2 test_asan test_tsan test_cuda \
-    test_driver
+BUILDS = $(addprefix test_,native plain words book avx2 asan tsan cuda driver)
 $(BUILDS): %: test.c $(ENGINE) %.flags
 	start=$$(date +%s); $(BUILD) && echo "$@: compiled in $$(($$(date +%s) - start)) s"
 
@@ -75,7 +73,7 @@ CHECKER = valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-kin
 test_native.log: llm
 test_native.log: RUN = env LLM="./llm --cpu" ./test_native $(filter-out metal_k% metal_s%, $(ALL))
 test_plain.log: RUN = ./test_plain --quick $(filter-out metal_% cli_% guesses, $(ALL)) cli_numbers
-test_words.log: RUN = ./test_words --quick formats formats_grids $(filter metal_k% metal_m% metal_s%, $(ALL))
+test_words.log: RUN = ./test_words --quick formats formats_grids $(filter metal_%, $(ALL))
 test_book.log: RUN = ./test_book --quick $(filter-out metal_% cli_%, $(ALL)) cli_completion
 test_asan.log: RUN = ./test_asan --quick $(filter-out metal_k% cli_numbers, $(MEMORY)) && \
     ./test_asan --quick --quick metal_kernels
@@ -105,7 +103,7 @@ test:
 # you have an NVIDIA GPU: the kernels on it (NAME=metal_kernels: that test alone), and how fast they
 # are (NAME=q4_0: the rows with that in their names). `./llm MODEL -c 16384 --bench 512,64` had on an
 # H200 (medians of three; in brackets divided by what llama.cpp de3ff81 had with -fa 1):
-#                        512 in        2,048 in      8,192 in      64 out behind 512
+#                        512 in        2,048 in      8,192 in      64 out after 512
 #   Llama-8B q4_K        11689 (1.17)  14220 (1.45)  12453 (1.27)   485
 #   Qwen3-0.6B q4_0      60980 (1.29)  96220 (2.1)   64012 (1.44)  1583; q8_0 1496
 #   experts; hybrid      46216 (1.35); 37600 (1.43)                 938; 1226

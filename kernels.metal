@@ -2049,16 +2049,21 @@ static inline bool row_is_new(int r, int start, constant struct attention_args *
 }
 
 // out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q . k) * v, for few queries.
+// Who has what:
+//   a threadgroup      a token, up to QUERY_HEADS query heads of a KV head, and a slice of the ring
+//                      (a query has query_slices; threadgroups of others are idle)
+//   SIMD-group sg      step slice * nsg + sg of the ring's rows, then every (slices * nsg)-th
+//   ROW_LANES lanes    ATTENTION_ROWS rows of each step
+//   a lane             every ROW_LANES-th quad of these rows, of the queries and of their sums
+//   the last slice     if FUSED the newest key, too: its last SIMD-group
+//   all threads        at the end, the parts of lanes and SIMD-groups, see attention_output; in the
+//                      threadgroup of these heads that ends last, if MERGES, also those of slices
 // FUSED is 1 for one token: QK norm, RoPE and the write to the cache happen here, too. Then each
 // threadgroup of the last slice computes the newest key itself: another may still be writing it.
-// FUSED is 2 for a few tokens: each is computed in the order that it has alone.
-// Grid: for each token and KV head, a threadgroup for every QUERY_HEADS of its query heads. A long
-// ring is cut into slices, with a threadgroup for each (those past query_slices are idle), whose
-// results go to parts[n][n_head][a->slices][..]. Where GPUs order memory between threadgroups
-// (MERGES), the last one of these heads merges them. A threadgroup's SIMD-groups take turns at the
-// rows, and merge at the end. Bound by memory: 4 bytes of K and V serve 4 FLOP of each query head.
-// More than ATTENTION_HEADS of them would take so many registers that too few SIMD-groups could run
-// at once to hide how long a load takes.
+// FUSED is 2 for a few tokens: each is computed in the order that it has alone. Of several slices
+// the results go to parts[n][n_head][a->slices][..]. Bound by memory: 4 bytes of K and V serve 4
+// FLOP of each query head. More than ATTENTION_HEADS of them would take so many registers that too
+// few SIMD-groups could run at once to hide how long a load takes.
 kernel void attention(device const float *v_new, device const float *angles,   // [n_rot / 2][2]
         device const float *q_norm, device const float *k_norm,                   // buffers 2, 3
         device const float *q_bias, device const float *k_bias, device const float *k_new,

@@ -13,9 +13,8 @@
 //    6. forward              layers, logits, and what happens if the GPU fails
 //    7. open                 what the GPU lacks, its memory, the first pass
 //
-// llm.c has the prototypes of what it calls, gpu_attach to gpu_copy; its Part VI also calls
-// gpu_bytes and gpu_rate. When gpu_forward or gpu_logits returns false, the CPU does the work:
-// there is no GPU, it lacks what a model needs (gpu_lacks, memory), or a driver's call has failed.
+// llm.c has the prototypes of what it calls, gpu_attach to gpu_copy. The CPU does the work if there
+// is no GPU, if it lacks what a model needs (gpu_lacks, memory), or after a driver's call failed.
 #define METAL_HOST
 #include "kernels.metal"
 #undef METAL_HOST
@@ -28,21 +27,18 @@ _Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");   // the state as llm.c has
 // GPU has copies (DEVICE_COPIES) of the host's memory, and its cores and the threadgroup memory of
 // each (g->room), which NVIDIA's have for gemv_ring.
 
-// tiles of gemm and flash_attention: buffers, tokens, threadgroup memory; does the GPU have memory
-// of its own? The tests try both, with SOFT_CORES and SOFT_ROOM on a device of theirs.
+// tiles of gemm and flash_attention: buffers, tokens, threadgroup memory; SOFT_*: of the tests' GPU
 #if defined(LLM_CUDA) || defined(LARGE_TILES)
-enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10, DEVICE_COPIES = 1,
+enum { TILE_BUFFERS = 2, GEMM_TOKENS = 128, SHARED_BYTES = 99 << 10,
        SOFT_CORES = 5, SOFT_ROOM = 227 << 10 };
 #else
-enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10, DEVICE_COPIES = 0,
-       SOFT_CORES = 0, SOFT_ROOM = 0 };
+enum { TILE_BUFFERS = 1, GEMM_TOKENS = 64, SHARED_BYTES = 32 << 10, SOFT_CORES = 0, SOFT_ROOM = 0 };
 #endif
 enum { MAX_PIPELINES = 512, MAX_BOUND = 16, EARLY_LAYERS = 4, SPLIT_LAYERS = 8, MAX_SPLITS = 32,
        LONG_LAUNCH = 64 << 10, OWN_COLS = 16384, SPARE_BYTES = 512 << 20, SENT_TOKENS = 64,
        MAX_SENT = 32 };
-// memory of the host, and what stands for it on the device: a buffer (Apple), a copy (NVIDIA), from
-// byte `at` on
-typedef struct { char *base; size_t size; void *buffer; size_t at; } Shared;
+// memory of the host, and what stands for it on the device: a buffer (Apple), a copy (NVIDIA)
+typedef struct { char *base; size_t size; void *buffer; } Shared;
 
 // one dispatch; bound: buffers 0 to n - 1, NULL where the variant ignores one (n: its arguments)
 typedef struct {
@@ -53,7 +49,7 @@ typedef struct {
     int constant[N_CONSTANTS];
 } Dispatch;
 // a kernel compiled for the dispatches that have the function constants of this one
-typedef struct { Dispatch d; size_t threads; void *state; } Variant;   // threads: the most
+typedef struct { Dispatch d; size_t threads; void *state; } Variant;   // threads: at most
 // groups and threads of a Dispatch with a SIMD-group for each of n
 #define UNITS(n) div_up(n, UNIT_SIMDGROUPS), UNIT_SIMDGROUPS * SIMD_LANES
 
@@ -130,9 +126,7 @@ typedef struct {
     X(cuMemFree_v2, (char *)) X(cuMemHostRegister_v2, (void *, size_t, unsigned)) \
     X(cuStreamCreate, (void **, unsigned)) X(cuStreamSynchronize, (void *)) \
     X(cuMemsetD8Async, (char *, unsigned char, size_t, void *)) \
-    X(cuMemcpyHtoDAsync_v2, (char *, const void *, size_t, void *)) \
-    X(cuMemcpyDtoHAsync_v2, (void *, const char *, size_t, void *)) \
-    X(cuMemcpyDtoDAsync_v2, (char *, const char *, size_t, void *)) \
+    X(cuMemcpyAsync, (void *, const void *, size_t, void *)) \
     X(cuModuleLoadData, (void **, const void *)) \
     X(cuModuleGetFunction, (void **, void *, const char *)) \
     X(cuFuncSetAttribute, (void *, int, int)) \
@@ -147,7 +141,7 @@ typedef struct {
     X(nvrtcGetProgramLogSize, (void *, size_t *)) X(nvrtcGetProgramLog, (void *, char *)) \
     X(nvrtcGetCUBINSize, (void *, size_t *)) X(nvrtcGetCUBIN, (void *, char *)) \
     X(nvrtcDestroyProgram, (void **)) X(nvrtcVersion, (int *, int *))
-enum { COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, CORES = 16, CORE_SHARED = 97,
+enum { DEVICE_COPIES = 1, COMPUTE_MAJOR = 75, COMPUTE_MINOR = 76, CORES = 16, CORE_SHARED = 97,
        COPY_BYTES = 64 << 20, STREAM_NON_BLOCKING = 1, CAPTURE_RELAXED = 2, NO_DEVICE = 100,
        MAX_SHARED_BYTES = 8, LAUNCH_EARLY = 6, GPU_CHUNK = 2048, GRAPHS = 8 * FEW };
 
@@ -156,16 +150,15 @@ typedef struct { char *buffer[MAX_BOUND], bytes[512]; } Bound;
 // malloc'ed; n 0: bytes are the compiler's errors; kept: from a file, or that one was refused
 typedef struct { size_t n; char *bytes; bool kept; } Code;
 
+// launches with this key, or NULL; last: the key of the latest pass of its place without a graph
+typedef struct { void *launches; uint64_t key, last; } Graph;
 struct Device {
 #define X(name, types) int (*name) types;
     DRIVER(X) COMPILER(X)
 #undef X
     void *context, *stream;
-    // launches with this key, or NULL: [n] of n tokens, [FEW * i + n] those in nextn block i (1 ..)
-    void *graph[GRAPHS + 1];
-    uint64_t key[GRAPHS + 1], last[GRAPHS + 1];   // last: of the latest pass without a graph
-    int place;                  // of the graph that launches are captured for
-    bool records;               // they are
+    Graph graph[GRAPHS + 1];    // [n] of n tokens, [FEW * i + n] those in nextn block i (1 ..)
+    Graph *captured;            // what launches are captured for, or NULL
     bool early;                 // the launches of a few tokens may start early
     bool after_copy;            // but the next one follows a copy, or a pause
     char arch[32], compiler[32];
@@ -253,22 +246,22 @@ static void device_close(Gpu *g) {
         d->cuCtxSetCurrent(d->context);
         device_release(g);
         for (size_t i = 0; i < COUNT(d->graph); i++)
-            if (d->graph[i]) d->cuGraphExecDestroy(d->graph[i]);
+            if (d->graph[i].launches) d->cuGraphExecDestroy(d->graph[i].launches);
         d->cuCtxDestroy_v2(d->context);
     }
     free(d);
 }
 
+// copies between host and GPU, or on the GPU: their addresses tell which
+static bool cuda_copy(Gpu *g, void *to, const void *from, size_t bytes) {
+    Device *d = g->device;
+    d->after_copy = true;
+    return !g->why[0] && cuda(g, cuCtxSetCurrent, d->context) &&
+           cuda(g, cuMemcpyAsync, to, from, bytes, d->stream);
+}
+
 // Makes the GPU's copy of s: zeros, or if `filled` what the host has, with progress on a terminal.
 static bool device_buffer(Gpu *g, Shared *s, bool filled) {
-    size_t room, all;
-    if (!cuda(g, cuMemGetInfo_v2, &room, &all)) return false;
-    if (s->size > room) {
-        char both[80];
-        snprintf(both, sizeof both, "%zu MB more, where %zu of %zu MB are free", s->size >> 20,
-                 room >> 20, all >> 20);
-        return gpu_fail(g, "the GPU has too little memory", both);
-    }
     // gemv_ring copies 16 bytes at a time, up to 15 behind the last row
     if (!cuda(g, cuMemAlloc_v2, (char **)&s->buffer, s->size + 16)) return false;
     if (!filled) return cuda(g, cuMemsetD8Async, s->buffer, 0, s->size, g->device->stream);
@@ -276,9 +269,7 @@ static bool device_buffer(Gpu *g, Shared *s, bool filled) {
     double start = now();
     for (size_t at = 0, n; at < s->size; at += n) {
         n = s->size - at < COPY_BYTES ? s->size - at : COPY_BYTES;
-        if (!cuda(g, cuMemcpyHtoDAsync_v2, (char *)s->buffer + at, s->base + at, n,
-                  g->device->stream))
-            return false;
+        if (!cuda_copy(g, (char *)s->buffer + at, s->base + at, n)) return false;
         char text[80];
         snprintf(text, sizeof text, "to the GPU: %zu of %zu MB, %.1f GB/s", (at + n) >> 20,
                  s->size >> 20, (at + n) / 1e9 / (now() - start));
@@ -290,37 +281,47 @@ static bool device_buffer(Gpu *g, Shared *s, bool filled) {
 
 static char *device_address(const Gpu *g, const void *p) {
     const Shared *at = gpu_find(g, p);
-    return (char *)at->buffer + at->at + ((const char *)p - at->base);
+    return (char *)at->buffer + ((const char *)p - at->base);
 }
 
-static bool is_ring(const int *constant) { return constant[C_LANE_GROUPS]; }   // or ring_inputs
+// How a variant is compiled: for how many threads and, as those need registers, for how many
+// threadgroups on a core; with how much threadgroup memory (0: what all have); and whether it waits
+// for its input itself, later. Of gemv, 512 or 768 threads (of a few tokens 384) must fit on a
+// core, or too few loads would be under way at once; of gemm 512 threads, of flash_attention 2 or 3
+// threadgroups, so that some compute while others wait; of gemv_ring and attention 2 where the next
+// launch is to fit beside this one.
+typedef struct { const char *kernel; size_t threads; int fit, shared; bool waits; } Build;
+static Build cuda_build(const Gpu *g, const Dispatch *d) {
+    const int *c = d->constant;
+    int own = d->threads, usual = own > 256 ? 1024 : 256;
+    int gemv = gemv_rows(c[C_FORMAT_0], GEMV_ROWS, 0, false) > 2 ? 512 : 768;
+    bool narrow = c[C_HEAD_DIM] <= NARROW_MAX, one = c[C_LANE_GROUPS] == 1 && c[C_TEAMS] == 1;
+    const Build builds[] = {
+        {"gemv", own, (c[C_TOKENS] > 1 ? 384 : gemv) / own, 0, false},
+        {"gemv_ring", own, 1 + one, g->room, true},
+        {"ring_inputs", own, 1 + one, g->room, true},
+        {"gemm", own, 512 / own, SHARED_BYTES, false},
+        {"flash_attention", own, c[C_HEAD_DIM] > 128 ? 2 : 3, SHARED_BYTES, false},
+        {"attention", usual, 1 + (c[C_MERGES] && narrow), 0, true},
+        {"rope", usual, 1 + (c[C_MERGES] && narrow), 0, false},
+        {d->kernel, usual, 1, 0, false}};
+    const Build *b = builds;
+    while (strcmp(b->kernel, d->kernel)) b++;
+    return *b;
+}
 
-// The source of a variant: its constants, and a function that calls the kernel. In a threadgroup of
-// 256 threads each thread may use as many registers as there can be. Of gemv, 512 or 768 threads
-// (of a few tokens 384) must fit on a core, or too few loads would be under way at once; of gemm
-// 512 threads, of flash_attention 2 or 3 threadgroups, so that some compute while others wait; of
-// gemv_ring 2 threadgroups if it has one team and LANE_GROUPS is 1, of attention that MERGES 2
-// unless heads are wide, so that the next launch fits.
-static void cuda_source(const Variant *p, bool early, char *s) {
-    const int *constant = p->d.constant;
-    bool ring = is_ring(constant);
-    bool waits = ring || !strcmp(p->d.kernel, "attention");   // themselves, later
-#define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, constant[C_##name]);
+// The source of a variant: its constants, and a function that calls the kernel.
+static void cuda_source(const Gpu *g, const Dispatch *d, char *s) {
+    Build b = cuda_build(g, d);
+#define X(name) s += sprintf(s, "#define VALUE_C_%s %d\n", #name, d->constant[C_##name]);
     FUNCTION_CONSTANTS(X)
 #undef X
-    int fit = (gemv_rows(constant[C_FORMAT_0], GEMV_ROWS, 0, false) > 2 ? 512 : 768) / p->threads;
-    if (constant[C_TOKENS] > 1) fit = 384 / p->threads;
-    if (ring) fit = constant[C_LANE_GROUPS] == 1 && constant[C_TEAMS] == 1 ? 2 : 1;
-    else if (constant[C_TILE_ROWS]) fit = 512 / p->threads;
-    else if (constant[C_BUFFERS]) fit = constant[C_HEAD_DIM] > 128 ? 2 : 3;
-    else if (constant[C_MERGES] && constant[C_HEAD_DIM] <= NARROW_MAX) fit = 2;
-    else if (!constant[C_UNIT_ROWS] || !fit) fit = 1;
     s += sprintf(s, "#define EARLY %d\n#include \"kernels.metal\"\n"
                  "extern \"C\" __global__ void __launch_bounds__(%zu, %d)\n"
                  "run_%s(const __grid_constant__ Bound x) {\n    next_may_start();\n%s    %s(",
-                 early, p->threads, fit, p->d.kernel, waits ? "" : "    input_wait();\n",
-                 p->d.kernel);
-    for (int i = 0; i < p->d.n; i++) s += sprintf(s, "x.buffer[%d], ", i);
+                 g->device->early, b.threads, b.fit, d->kernel,
+                 b.waits ? "" : "    input_wait();\n", d->kernel);
+    for (int i = 0; i < d->n; i++) s += sprintf(s, "x.buffer[%d], ", i);
     sprintf(s, "Any{(void *)x.bytes}, (float *)shared_bytes, blockIdx.x, threadIdx.x,\n"
             "        blockDim.x / 32, threadIdx.x / 32, threadIdx.x %% 32);\n}\n");   // PLACE
 }
@@ -371,7 +372,7 @@ static void cuda_keep(const char *path, Code c) {   // the file gets its name wh
     if (fd >= 0 && (close(fd) || !written || rename(draft, path))) unlink(draft);
 }
 
-static void cuda_compile(Task t) {   // variant number t.i, if it is not loaded
+static void device_compile(Task t) {   // variant number t.i, if it is not loaded
     Gpu *g = t.ctx;
     Device *d = g->device;
     Code *c = &d->code[t.i];
@@ -381,7 +382,7 @@ static void cuda_compile(Task t) {   // variant number t.i, if it is not loaded
     char source[4000], path[512];
     void *program;
     if (g->pipeline[t.i].state) return;
-    cuda_source(&g->pipeline[t.i], d->early, source);
+    cuda_source(g, &g->pipeline[t.i].d, source);
     bool keeps = cuda_path(g, source, path, sizeof path);
     if (keeps && !c->kept) *c = cuda_cached(path);
     if (c->bytes || d->nvrtcCreateProgram(&program, source, "pipeline", 3, texts, names)) return;
@@ -396,40 +397,28 @@ static void cuda_compile(Task t) {   // variant number t.i, if it is not loaded
     if (c->n && keeps) cuda_keep(path, *c);
 }
 
-static bool device_ready(Gpu *g) {   // compiles and loads all variants that are not loaded
-    bool ok = true;
-    parallel(g->pool, cuda_compile, g, g->n_pipelines);
-    for (int i = 0; i < g->n_pipelines; i++) {
-        Variant *p = &g->pipeline[i];
-        Code *c = &g->device->code[i];
-        void *module;
-        char name[64];
-        if (p->state) continue;
-        int error = ok && c->n ? g->device->cuModuleLoadData(&module, c->bytes) : 0;
-        if (error && c->kept) {   // an image that the driver refuses is compiled anew
-            free(c->bytes);
-            *c = (Code){.kept = true};
-            cuda_compile((Task){.ctx = g, .i = i});
-            error = c->n ? g->device->cuModuleLoadData(&module, c->bytes) : 0;
-        }
-        snprintf(name, sizeof name, "run_%s", p->d.kernel);   // so that profilers tell them apart
-        ok = c->n ? ok && cuda_check(g, error, "cuModuleLoadData") &&
-                        cuda(g, cuModuleGetFunction, &p->state, module, name) &&
-                        (!p->d.constant[C_BUFFERS] ||
-                         cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, SHARED_BYTES)) &&
-                        (!is_ring(p->d.constant) ||
-                         cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, g->room))
-                  : gpu_fail(g, p->d.kernel, c->bytes ? c->bytes : "it is not compiled");
+static void device_load(Gpu *g, int i) {   // variant number i, if it is not loaded
+    Variant *p = &g->pipeline[i];
+    Build b = cuda_build(g, &p->d);
+    Code *c = &g->device->code[i];
+    void *module;
+    char name[64];
+    if (p->state) return;
+    int error = !g->why[0] && c->n ? g->device->cuModuleLoadData(&module, c->bytes) : 0;
+    if (error && c->kept) {   // an image that the driver refuses is compiled anew
         free(c->bytes);
-        *c = (Code){0};
+        *c = (Code){.kept = true};
+        device_compile((Task){.ctx = g, .i = i});
+        error = c->n ? g->device->cuModuleLoadData(&module, c->bytes) : 0;
     }
-    return ok;
-}
-
-static size_t device_threads(const Dispatch *d) {   // what a variant is compiled for
-    bool own = d->constant[C_UNIT_ROWS] || d->constant[C_BUFFERS] || is_ring(d->constant);
-    if (own) return d->threads;
-    return d->threads > 256 ? 1024 : 256;
+    snprintf(name, sizeof name, "run_%s", p->d.kernel);   // so that profilers tell them apart
+    if (!c->n) gpu_fail(g, p->d.kernel, c->bytes ? c->bytes : "it is not compiled");
+    else if (!g->why[0] && cuda_check(g, error, "cuModuleLoadData") &&
+             cuda(g, cuModuleGetFunction, &p->state, module, name) && b.shared)
+        cuda(g, cuFuncSetAttribute, p->state, MAX_SHARED_BYTES, b.shared);
+    p->threads = b.threads;
+    free(c->bytes);
+    *c = (Code){0};
 }
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
@@ -442,28 +431,28 @@ static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context);
 static bool device_again(Gpu *g, int place, uint64_t key) {
     Device *d = g->device;
     if (!place || place > GRAPHS || g->why[0]) return false;
-    void *graph = d->graph[place];
-    if (graph && d->key[place] == key) return cuda(g, cuGraphLaunch, graph, d->stream);
-    bool captures = place % FEW == 1 || d->last[place] == key;
-    d->last[place] = key;
-    if (!captures) return false;
-    d->records = cuda(g, cuStreamBeginCapture_v2, d->stream, CAPTURE_RELAXED);
-    d->place = place;
-    d->key[place] = key;
+    Graph *graph = &d->graph[place];
+    if (graph->launches && graph->key == key)
+        return cuda(g, cuGraphLaunch, graph->launches, d->stream);
+    bool captures = place % FEW == 1 || graph->last == key;
+    graph->last = key;
+    if (captures && cuda(g, cuStreamBeginCapture_v2, d->stream, CAPTURE_RELAXED))
+        d->captured = graph;
     return false;
 }
 
 static void cuda_recorded(Gpu *g) {   // makes a graph of what was captured, and launches it
     Device *d = g->device;
-    void *launches = NULL, **graph = &d->graph[d->place];
-    if (!d->records) return;
-    d->records = false;
-    if (*graph) d->cuGraphExecDestroy(*graph);
-    *graph = NULL;
-    if (cuda(g, cuStreamEndCapture, d->stream, &launches) && !g->why[0] &&
-        cuda(g, cuGraphInstantiateWithFlags, graph, launches, 0))
-        cuda(g, cuGraphLaunch, *graph, d->stream);
-    if (launches) d->cuGraphDestroy(launches);
+    Graph *graph = d->captured;
+    void *captured = NULL;
+    if (!graph) return;
+    if (graph->launches) d->cuGraphExecDestroy(graph->launches);
+    *graph = (Graph){NULL, graph->last, graph->last};
+    d->captured = NULL;
+    if (cuda(g, cuStreamEndCapture, d->stream, &captured) && !g->why[0] &&
+        cuda(g, cuGraphInstantiateWithFlags, &graph->launches, captured, 0))
+        cuda(g, cuGraphLaunch, graph->launches, d->stream);
+    if (captured) d->cuGraphDestroy(captured);
 }
 
 static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const void *a, size_t n) {
@@ -481,17 +470,14 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
 }
 
 static void device_send(Gpu *g, const void *p, size_t bytes) {
-    g->device->after_copy = true;
-    if (bytes && !g->why[0] && cuda(g, cuCtxSetCurrent, g->device->context))
-        cuda(g, cuMemcpyHtoDAsync_v2, device_address(g, p), p, bytes, g->device->stream);
+    if (bytes) cuda_copy(g, device_address(g, p), p, bytes);
 }
 
 static bool device_fetch(Gpu *g, void *p, size_t bytes) {
     Device *d = g->device;
     cuda_recorded(g);
+    if (bytes) cuda_copy(g, p, device_address(g, p), bytes);
     d->after_copy = true;
-    if (bytes && !g->why[0] && cuda(g, cuCtxSetCurrent, d->context))
-        cuda(g, cuMemcpyDtoHAsync_v2, p, device_address(g, p), bytes, d->stream);
     return cuda(g, cuStreamSynchronize, d->stream) && !g->why[0];
 }
 
@@ -499,17 +485,14 @@ static bool device_fetch(Gpu *g, void *p, size_t bytes) {
 static void device_often(Gpu *g, void *p, size_t n) { g->device->cuMemHostRegister_v2(p, n, 0); }
 
 static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {
-    g->device->after_copy = true;
-    cuda(g, cuMemcpyDtoDAsync_v2, device_address(g, to), device_address(g, from), bytes,
-         g->device->stream);
+    cuda_copy(g, device_address(g, to), device_address(g, from), bytes);
 }
 
 static void device_keep(Gpu *g) { (void)g; }   // its memory is its own
 #else
 // ---- 3. Apple: Objective-C, by hand ----
 //
-// The host and the GPU share all memory, so nothing is sent, and to fetch is to wait. (The tests'
-// GPU may have memory of its own, as NVIDIA's have: then a missing copy is seen.)
+// The host and the GPU share all memory, so nothing is sent, and to fetch is to wait.
 //
 // A method is a C function, found by name. It must be called through its exact type: on arm64 a
 // variadic call passes its arguments elsewhere. Apple's rules of ownership: we release what "new",
@@ -532,7 +515,7 @@ void objc_autoreleasePoolPop(void *);
     X(string, "stringWithUTF8String:", id, const char *) X(utf8, "UTF8String", const char *) \
     X(count, "count", size_t) X(object_at, "objectAtIndex:", id, size_t) \
     X(set_fast_math, "setFastMathEnabled:", void, bool) X(new_queue, "newCommandQueue", id) \
-    X(max_length, "maxBufferLength", size_t) X(contents, "contents", void *) \
+    X(max_length, "maxBufferLength", size_t) \
     X(new_library, "newLibraryWithSource:options:error:", id, id, id, id *) \
     X(set_constant, "setConstantValue:type:atIndex:", void, const void *, size_t, size_t) \
     X(new_function, "newFunctionWithName:constantValues:error:", id, id, id, id *) \
@@ -583,7 +566,7 @@ __asm__(".data\nmetal_source: .incbin \"quant.h\"\n"
         ".incbin \"kernels.metal\"\n.byte 0\n.previous\n");
 extern const char metal_source[] __asm__("metal_source");
 
-enum { MAX_COMMANDS = 2 * MAX_SPLITS, GPU_CHUNK = 512 };
+enum { DEVICE_COPIES = 0, MAX_COMMANDS = 2 * MAX_SPLITS, GPU_CHUNK = 512 };
 struct Device {
     id device, queue, library, encoder, commands[MAX_COMMANDS];
     int n_commands;             // command buffers of this pass
@@ -626,7 +609,7 @@ static bool device_open(Gpu *g) {   // also compiles the kernels
     return d->library || metal_fail(g, "kernels.metal", error);   // error is also set by warnings
 }
 
-static size_t device_room(Gpu *g) { return g->longest; }
+static size_t device_room(Gpu *g) { return (void)g, SIZE_MAX; }   // it is the host's
 
 static void device_release(Gpu *g) {   // releases variants and buffers
     for (int i = 0; i < g->n_pipelines; i++) send(release, g->pipeline[i].state);
@@ -644,8 +627,8 @@ static void device_close(Gpu *g) {
     free(d);
 }
 
-static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages, but for copies
-    size_t page = DEVICE_COPIES ? 1 : sysconf(_SC_PAGESIZE);
+static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages
+    size_t page = sysconf(_SC_PAGESIZE);
     (void)filled;
     s->size = (s->size + page - 1) / page * page;
     if (s->size > g->longest) return false;
@@ -653,9 +636,7 @@ static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages,
     return s->buffer != NULL;
 }
 
-static size_t device_threads(const Dispatch *d) { return d->threads; }   // until it is compiled
-
-static void metal_compile(Task t) {   // variant number t.i, if it is not compiled
+static void device_compile(Task t) {   // variant number t.i, if it is not compiled
     Gpu *g = t.ctx;
     Variant *p = &g->pipeline[t.i];
     id error = NULL;
@@ -673,19 +654,15 @@ static void metal_compile(Task t) {   // variant number t.i, if it is not compil
     objc_autoreleasePoolPop(pool);
 }
 
-static bool device_ready(Gpu *g) {   // compiles all variants that are not compiled
-    parallel(g->pool, metal_compile, g, g->n_pipelines);
-    for (int i = 0; i < g->n_pipelines; i++) {
-        Variant *p = &g->pipeline[i];
-        id *error = &g->device->error[i];
-        if (!p->state) metal_fail(g, p->d.kernel, *error);
-        else if (send(simd_width, p->state) != SIMD_LANES)
-            gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
-        send(release, *error);
-        *error = NULL;
-        p->threads = send(max_threads, p->state);
-    }
-    return !g->why[0];
+static void device_load(Gpu *g, int i) {   // says why variant number i is not compiled, if so
+    Variant *p = &g->pipeline[i];
+    id *error = &g->device->error[i];
+    if (!p->state) metal_fail(g, p->d.kernel, *error);
+    else if (send(simd_width, p->state) != SIMD_LANES)
+        gpu_fail(g, "SIMD-groups are not 32 wide", NULL);
+    send(release, *error);
+    *error = NULL;
+    p->threads = send(max_threads, p->state);
 }
 
 static void metal_commit(Gpu *g) {
@@ -712,13 +689,9 @@ static bool device_again(Gpu *g, int place, uint64_t key) {
     return (void)g, (void)place, (void)key, false;
 }
 
-static char *device_address(const Gpu *g, const void *p) {
-    const Shared *at = gpu_find(g, p);
-    return (char *)send(contents, at->buffer) + at->at + ((const char *)p - at->base);
-}
-
 static bool device_fetch(Gpu *g, void *p, size_t bytes) {
     Device *d = g->device;
+    (void)p, (void)bytes;
     metal_commit(g);
     for (int i = 0; i < d->n_commands; i++) {
         send(wait, d->commands[i]);
@@ -728,7 +701,6 @@ static bool device_fetch(Gpu *g, void *p, size_t bytes) {
     if (d->pool) objc_autoreleasePoolPop(d->pool);
     d->pool = d->encoder = NULL;
     d->n_commands = 0;
-    if (DEVICE_COPIES && bytes) memcpy(p, device_address(g, p), bytes);
     return !g->why[0];
 }
 
@@ -741,8 +713,8 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
     for (int i = 0; i < d->n; i++) {
         const char *from = d->bound[i] ? d->bound[i] : g->shared[0].base;   // Metal wants one
         const Shared *at = gpu_find(g, from);
-        size_t offset = at->at + (from - at->base);
-        if (from != device->bound[i]) send(set_buffer, encoder, at->buffer, offset, i);
+        if (from != device->bound[i])
+            send(set_buffer, encoder, at->buffer, from - at->base, i);
         device->bound[i] = from;
     }
     send(set_bytes, encoder, a, n, d->n);
@@ -752,13 +724,7 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
     send(dispatch, encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
 }
 
-static void device_send(Gpu *g, const void *p, size_t bytes) {
-    if (!DEVICE_COPIES || !bytes) return;
-    // what is encoded reads what was there before
-    if (g->device->encoder && device_fetch(g, NULL, 0)) device_begin(g);
-    memcpy(device_address(g, p), p, bytes);
-}
-
+static void device_send(Gpu *g, const void *p, size_t n) { (void)g, (void)p, (void)n; }
 static void device_often(Gpu *g, void *p, size_t n) { (void)g, (void)p, (void)n; }
 
 static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {   // in its own encoder
@@ -786,8 +752,6 @@ static void device_keep(Gpu *g) {
 #endif
 
 // ---- 4. what both share ----
-//
-// Memory that the GPU may see, variants of kernels, and the way of a Dispatch to the device.
 
 // Waits for the GPU. (device_fetch does, and then p [bytes] is the host's as the GPU has left it.)
 // False: something went wrong since device_open.
@@ -798,7 +762,7 @@ static bool gpu_share(Gpu *g, Map map, bool filled) {
     Shared *more = realloc(g->shared, (g->n_shared + 1 + MAX_SENT) * sizeof *more);
     if (!more) return false;
     g->shared = more;
-    more[g->n_shared] = (Shared){(char *)map.base, map.size, NULL, 0};
+    more[g->n_shared] = (Shared){(char *)map.base, map.size, NULL};
     bool ok = device_buffer(g, &more[g->n_shared], filled);
     g->n_shared += ok;
     return ok;
@@ -811,7 +775,7 @@ static const Variant *gpu_pipeline(Gpu *g, const Dispatch *d) {
         if (!strcmp(p->d.kernel, d->kernel) &&
             !memcmp(p->d.constant, d->constant, sizeof d->constant)) return p;
     if (g->n_pipelines == MAX_PIPELINES) return gpu_fail(g, "too many kernel variants", NULL), NULL;
-    *p = (Variant){*d, device_threads(d), NULL};
+    *p = (Variant){*d, 0, NULL};
     g->n_pipelines++;
     return p;
 }
@@ -820,9 +784,10 @@ static const Variant *gpu_pipeline(Gpu *g, const Dispatch *d) {
 static bool gpu_ready(Gpu *g, const Variant *p) {
     if (p->state) return true;
     if (isatty(2)) show_progress("compiling the GPU's kernels");
-    bool ok = device_ready(g);
+    parallel(g->pool, device_compile, g, g->n_pipelines);
+    for (int i = 0; i < g->n_pipelines; i++) device_load(g, i);
     if (isatty(2)) show_progress("");
-    return ok;
+    return !g->why[0];
 }
 
 // Also called after a failure, which it prints in one line; without s->gpu the CPU does the work.
@@ -852,8 +817,6 @@ static void gpu_dispatch(Gpu *g, const Dispatch *d, const void *args, size_t siz
     gpu_dispatch((s)->gpu, &(Dispatch){__VA_ARGS__}, &(args), sizeof(args))
 
 // ---- 5. operations ----
-//
-// Each encodes one dispatch or a few; kernels.metal says what a kernel computes.
 
 // threads for n values: whole SIMD-groups, and at most `most` threads
 static int threads_for(int n, int most) {
@@ -869,8 +832,8 @@ static int gemm_tokens(int n) {   // in a tile, for n tokens
 // What is done with a product and its bias, or with a norm's result, see finish in kernels.metal:
 // it is multiplied by factor, and kind says how it meets `other`. softcap and limit (of what is
 // stored, or of the GLU's two factors) are a product's; the result of a norm is multiplied by
-// scale, too, and they lie `step` apart; its rows (from) or results (to) may be states of positions
-// that lie so far behind the pass's first, in s->states. 0: there is none.
+// scale, too, and they lie `step` apart; its rows (from) or results (to) may be s->states, from the
+// position on that is so many after the pass's first. 0: there is none.
 typedef struct {
     int kind;
     const float *other;
@@ -1284,12 +1247,11 @@ static void run_attention(Session *s, const Layer *w, int n) {
     int qk_normed = (qn->w && !q_whole) | (kn->w && !k_whole) << 1;
     int lanes = attention_lanes(w->hd, w->vd), nsg = attention_most(w->hd, w->vd);
     int heads = n > 1 ? smaller(w->n_head / w->n_kv, ATTENTION_HEADS) : spread.heads;
-    int slices = spread.slices;
-    bool spans = c->span && w->window;
     struct attention_args a = {
         .n = n, .n_head = w->n_head, .n_kv = w->n_kv, .n_rot = w->n_rot, .sinks = w->sinks != NULL,
         .rows = kv->rows, .window = kv->window, .keep = kv->keep, .span = c->span,
-        .slices = slices, .q_step = qn->n > w->hd ? w->hd : 0, .k_step = kn->n > w->hd ? w->hd : 0,
+        .slices = spread.slices, .q_step = qn->n > w->hd ? w->hd : 0,
+        .k_step = kn->n > w->hd ? w->hd : 0,
         .eps = c->eps, .scale = c->attn_scale, .softcap = c->attn_cap,
         .sharpen_scale = c->span && w->rope != ROPE_NONE ? 0 : c->sharpen_scale,
         .sharpen_length = c->sharpen_length, .sharpen_next = c->span > 0};
@@ -1305,7 +1267,8 @@ static void run_attention(Session *s, const Layer *w, int n) {
                      [C_QK_LATE] = c->qk_norm_late, [C_CENTRED] = c->norm != NORM_RMS,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
                      [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
-                     [C_MERGES] = merges, [C_CAUSAL] = c->causal, [C_SPANS] = spans}};
+                     [C_MERGES] = merges, [C_CAUSAL] = c->causal,
+                     [C_SPANS] = c->span && w->window}};
     if (q_whole) run_norm(s, q, qn, c->norm, w->n_head * w->hd, q, n, STORE);
     if (k_whole && own) run_norm(s, s->k, kn, c->norm, w->n_kv * w->hd, s->k, n, STORE);
     if (c->values_normed && own)
@@ -1316,9 +1279,9 @@ static void run_attention(Session *s, const Layer *w, int n) {
         run_stretch(g, &d, &b, "rope", AT_V_NEW, AT_NOW, UNITS(n * (w->n_head + 2 * b.n_kv)), 0);
     if (few || !run_flash(s, w, &d, &a))
         run_stretch(g, &d, &a, "attention", AT_V_NEW, AT_PARTS,
-                    (size_t)n * spread_groups(w, heads) * slices, nsg * SIMD_LANES,
+                    (size_t)n * spread_groups(w, heads) * spread.slices, nsg * SIMD_LANES,
                     attention_floats(heads, w->hd, w->vd, nsg, lanes));
-    if (slices == 1 || merges) return;
+    if (spread.slices == 1 || merges) return;
     Dispatch merge = {
         .bound = {q, g->now, w->sinks, g->parts, s->att},
         .constant = {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_GATED] = q != s->q}};
@@ -1645,7 +1608,7 @@ static void send_ffn(Session *s) {
         size_t bytes = tensor_bytes(t);
         if (gpu_reads(s, t) || ffn_of(t) != s->l % file_layers(s->m)) continue;
         assert(g->n_shared < known + MAX_SENT);   // no FFN that llm knows has more matrices
-        g->shared[g->n_shared++] = (Shared){(char *)t->data, bytes, g->sent.buffer, at};
+        g->shared[g->n_shared++] = (Shared){(char *)t->data, bytes, (char *)g->sent.buffer + at};
         device_send(g, t->data, bytes);
         at += sent_bytes(t);
     }
@@ -2129,7 +2092,7 @@ static int gpu_attach(Session *s) {
     if (gpu_lacks(s->m, all, s->n_cache)) s->n_cache = all;
     for (int l = 0; l < file_layers(s->m) && DEVICE_COPIES; l++)
         g->sent.size = larger(g->sent.size, ffn_bytes(s->m, l));
-    double room = DEVICE_COPIES ? device_room(g) : DBL_MAX, need;   // Apple's memory is the host's
+    double room = device_room(g), need;
     while (chunk > 512 && gpu_need(s, k, chunk) >= room) chunk /= 2;
     while ((need = gpu_need(s, k, own ? own : chunk)) >= room && k < end) k++;
     s->o.chunk = own;
