@@ -56,7 +56,7 @@ test_plain: FLAGS = -O1
 test_words: FLAGS = -O1 -DLLM_PLAIN -DQUANT_WORDS $(if $(METAL),,-DLARGE_TILES)
 test_book: FLAGS = -O2 -DLLM_PLAIN
 test_avx2: FLAGS = -g1 -O2 -ffp-contract=off $(AVX2)
-test_asan: FLAGS = -g1 -O1 $(NATIVE) $(SANITIZE) -Dalways_inline=noinline
+test_asan: FLAGS = -g1 -O1 $(NATIVE) $(SANITIZE) -Dalways_inline=noinline -Wno-attributes
 test_tsan: FLAGS = -g -O1 -fsanitize=thread
 test_cuda: FLAGS = $(NATIVE) $(CFLAGS) -DLLM_CUDA
 test_driver: FLAGS = -g1 -O1 -DLLM_PLAIN -DLLM_CUDA -DSOFT_DRIVER -rdynamic -fsanitize=address

@@ -5122,8 +5122,9 @@ static bool ring_ran(const Gpu *g, int type, int n) {
 
 // n floats that launches before those of the Lab will have written; see soft_hide
 static void lab_late(const void *p, size_t n) {
-    soft_late[n_late].p = n ? (void *)p : NULL;
-    soft_late[n_late++].n = n * sizeof(float);
+    soft_late[n_late].p = (void *)p;
+    soft_late[n_late].n = n * sizeof(float);
+    n_late += n > 0;
 }
 
 static char kernels_run[1000];   // names of those that a Lab has run, each between blanks
