@@ -90,7 +90,7 @@ SUM = awk '/^== / { name = substr($$0, 4) } \
         if (bad) print "FAILED: " name; said = bad = 0 } \
     END { printf "%d passed, %d failed, %d skipped\n", p, f, s; exit f > 0 || p == 0 }' test.log
 
-# you changed something: all that can be checked on this machine, in some 8 minutes, two builds or
+# you changed something: all that can be checked on this machine, in some 5 minutes, two builds or
 # runs at a time, the longest first; each says when it begins and how it ends, the logs come last
 CHECKS = native $(if $(shell command -v valgrind 2>&1),avx2) asan words plain book \
     $(if $(METAL),,$(if $(KNOWN),driver))
@@ -104,10 +104,10 @@ test:
 # are (NAME=q4_0: the rows with that in their names). `./llm MODEL -c 16384 --bench 512,64` had on an
 # H200 (medians of three; in brackets divided by what llama.cpp de3ff81 had with -fa 1):
 #                        512 in        2,048 in      8,192 in      64 out after 512
-#   Llama-8B q4_K        11689 (1.17)  14220 (1.45)  12453 (1.27)   485
-#   Qwen3-0.6B q4_0      60980 (1.29)  96220 (2.1)   64012 (1.44)  1583; q8_0 1496
-#   experts; hybrid      46216 (1.35); 37600 (1.43)                 938; 1226
-#   state space; latent  64800 (1.07); 37451 (1.22)                1953;  706
+#   Llama-8B q4_K        11689 (1.17)  14220 (1.45)  12453 (1.27)   487
+#   Qwen3-0.6B q4_0      60980 (1.29)  96220 (2.1)   64012 (1.44)  1561; q8_0 1495
+#   experts; hybrid      46216 (1.35); 37600 (1.43)                 969; 1225
+#   state space; latent  64800 (1.07); 37451 (1.22)                1966;  718
 test-cuda: test_cuda
 	@./test_cuda $(or $(NAME),metal_kernels metal_models metal_shapes metal_failures)
 bench-cuda: test_cuda
