@@ -12,19 +12,19 @@
 //    2. groups            32 weights of any format, taken apart by quant.h's decoders
 //       kernels           compute what these functions of llm.c do on the CPU:
 //    3. embed             embed_row
-//       norm              norm, also of whole projections in qkv_share
+//       norm              norm, also of whole projections in heads_row
 //       gate_inputs       layer_input_row
 //       gate_heads        gate_row; the gate in delta_out_row, for KDA
 //       halve             (makes the activations of gemm halves)
 //    4. gemv              matmul for few tokens; epilogues: add_row, activate; head_products
 //       gemv_ring         the same, for GPUs that copy in the background: CUDA's alone
 //       ring_inputs       (packs the inputs of a few tokens for it)
-//       attention         attention; if FUSED, qkv_share before it
+//       attention         attention; if FUSED, heads_row before it
 //       attention_merge   the end of attention, for a long KV ring
 //       latent_row        latent_row
 //    5. ffn_block         forward_layer, from the product after attention to the end of the layer
 //    6. gemm              matmul for a chunk of tokens, with the same epilogues
-//       rope              qkv_share
+//       rope              heads_row
 //       flash_attention   attention
 //    7. choose_experts    choose_experts
 //       weigh_inputs      gather_row, where inputs are weighed
@@ -111,12 +111,12 @@ struct half16x16 { uint r[4]; };
 struct float16x16 { float e[8]; };
 uint shared_address(const void *p) { return (uint)__cvta_generic_to_shared(p); }
 // Lane l gives the address of row l % 8 of the 8 x 8 matrix l / 8, which goes to r[l / 8].
-void load_matrices(half16x16 *m, const half *p, bool turned) {
+void load_matrices(half16x16 *m, const half *p, bool trans) {
 #define LDMATRIX(way) \
     asm volatile("ldmatrix.sync.aligned.m8n8.x4" way ".shared.b16 {%0,%1,%2,%3}, [%4];" \
                  : "=r"(m->r[0]), "=r"(m->r[1]), "=r"(m->r[2]), "=r"(m->r[3]) \
                  : "r"(shared_address(p)))
-    if (turned) LDMATRIX(".trans");
+    if (trans) LDMATRIX(".trans");
     else LDMATRIX("");
 #undef LDMATRIX
 }
@@ -395,13 +395,13 @@ struct finish_args { float softcap, limit, alpha_n, alpha_p, beta, eps; };   // 
 struct product_args {
     struct kernel_matrix w[4];
     int32_t cols, x_step, tokens;          // x_step: from an input of gemv to the next
-    int32_t outputs;                       // gemv: of tokens, or of their choices or heads
+    int32_t outputs;                       // of tokens, or of their choices or heads
     int32_t each;                          // choices, or heads, of a token
     int32_t units;                         // gemv: threadgroups for an output
     int32_t tiles;                         // gemm: the most tiles of tokens
     int32_t threadgroups;                  // of gemv_ring; of a token in ring_inputs
     int32_t piece_cols, pieces;            // gemv_ring: columns of a piece; pieces of a row
-    int32_t stride, slots;                 // bytes from a slot's row to the next; how many it has
+    int32_t stride, slots;                 // bytes from a slot's row to the next; number of slots
     int32_t inputs, input;                 // staged at once (1: that of all TOKENS); floats of one
     int32_t few;                           // tokens of a launch, at most FEW, but choices run alone
     float eps, factor;                     // factor: of W x + bias
@@ -467,7 +467,7 @@ static inline int staged_floats(int cols, int tokens) {
 }
 
 // gemv_ring's geometry; `lane_groups` is its constant LANE_GROUPS, see its text.
-// columns of a stretch, of which four lanes have a row, and of a turn, a stretch for each worker
+// columns of a stretch, which four lanes share for each row; of a turn, a stretch for each worker
 static inline int ring_stretch(int lane_groups) { return 4 * 32 * lane_groups; }
 static inline int ring_turn(int lane_groups) { return RING_WORKERS * ring_stretch(lane_groups); }
 // columns of an input as it is staged: whole stretches, with zeros behind the row's end
@@ -479,19 +479,19 @@ static inline int ring_cols(int cols, int row_bytes, int lane_groups, int bytes)
     int pieces = row_bytes < bytes ? 1 : row_bytes / bytes, turn = ring_turn(lane_groups);
     return div_up(div_up(cols, pieces), turn) * turn;
 }
-// bytes from a row of a slot to the next, which begins 16 bytes on in the banks: a piece, and what
-// copies take with it, since they begin and end at multiples of 16
+// bytes from a row of a slot to the next, an odd multiple of 16, which spreads eight rows over all
+// banks: a piece, and what copies take with it, since they begin and end at multiples of 16
 static inline int ring_stride(int bytes) { return (bytes + 32 + 15) / 32 * 32 + 16; }
-// sums that a worker has until the next barrier: RING_SUMS for the rows of each team
+// sums that workers of one number have until the next barrier: in each team its own RING_SUMS
 static inline int ring_sums(int teams) { return RING_SUMS * teams; }
-// floats of a staged group, and of an input, of all tokens: of eight, 4 more let the next group
-// begin in other banks
+// floats of a group, all tokens together, and of an input; with eight tokens 4 more let the next
+// group begin in other banks
 static inline int ring_group(int tokens) { return RING_GROUP * tokens + (tokens == 8 ? 4 : 0); }
 static inline int ring_input(int cols, int lane_groups, int tokens) {
     return ring_padded(cols, lane_groups) / 32 * ring_group(tokens);
 }
-// Its threadgroup memory, where each part begins, in floats: at 0 the mbarriers, two of each slot
-// and that of the inputs
+// Its threadgroup memory, where each part begins, in floats: at 0 the mbarriers, two of each slot,
+// that of the inputs, and one for alignment
 static inline int at_zeros(void) { return 2 * (2 * RING_SLOTS + 2); }      // [FEW] groups of zeros
 static inline int at_sums(void) { return at_zeros() + RING_GROUP * FEW; }  // workers', two buffers
 static inline int at_squares(int teams) { return at_sums() + 2 * RING_WORKERS * ring_sums(teams); }
@@ -581,9 +581,9 @@ FUNCTION_CONSTANTS(X)
 
 // ---- words for launches ----
 //
-//   next_may_start()   the next launch may begin
-//   input_wait()       waits for all launches before: what they wrote is there. In each launch a
-//                      thread calls it before it ends, or the next one's wait would be too short
+//   next_may_start()   the next launch may begin: each kernel calls it first, in what metal.c adds
+//   input_wait()       waits for all launches before: what they wrote is there. In each launch some
+//                      thread must call it, or the next launch's wait would be too short
 //   count_up(p)        returns *p, and adds 1; whoever gets the last number can read what the
 //                      others had written before they counted
 // Metal has none: there each launch waits for the last one's end, and MERGES is 0.
@@ -663,7 +663,7 @@ constant float LOG2E = 1.44269504f;                   // exp(x) = exp2(x * LOG2E
 // offsets, w[i] = d[i / 16] * q[i] + m[i / 16]; in a float format it is read weight by weight.
 
 // Decodes group g of a row to words[8], four codes (signed bytes) in each, d[2] and m[2]. A decoder
-// is given the first block of 256 weights, and counts groups from there.
+// is given the first block of the 256 weights that g is in, and g % 8.
 static inline void group_decode(int format, device const uchar *row, uint g, thread uint *words,
         thread float *d, thread float *m) {
     thread int8_t *q = (thread int8_t *)words;
@@ -1239,32 +1239,31 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 // words in many formats, and a stretch has 256 columns.
 //
 // Activations are rounded to bytes as in the CPU's decode (round_32 in llm.c): the largest of a
-// group becomes 127 or -127. Staged inputs are [groups][tokens][RING_GROUP] words: 32 bytes, and as
-// floats the sums of the first 16 numbers and of the others, the scale, and the sum of all. Sums of
-// bytes times bytes are integers, which are exact: no order or layout changes them.
+// group becomes 127 or -127. Staged inputs are [groups][tokens][RING_GROUP] words (see ring_group):
+// 32 bytes, and as floats the sums of the first 16 numbers and of the others, the scale, and the
+// sum of all. Sums of bytes times bytes are exact integers: no order or layout changes them.
 //
 // Up to eight tokens meet weights when these are decoded. A matrix product serves two of TOKENS.
 // Each token's groups and squares are added in the order that they have for one token: so its sums
-// are the same bits. (Numbers of tokens past the last one are whatever is there.) More is computed
-// now than memory hides, so where half of a core's memory does not do, there are two TEAMS of
-// workers, each with 16 rows of a slot and all columns (see plan_ring). If staging in all
+// are the same bits. (Numbers of tokens past the last one are whatever is there.) With several
+// tokens arithmetic takes longer than copies. So where half of a core's memory does not do, two
+// TEAMS of workers each have 16 rows of a slot and all columns (see plan_ring). If staging in all
 // threadgroups would take long, ring_inputs has PACKED the inputs, and they come in one copy.
 //
-// Who waits for whom; in round r all slots are filled for the time r, from 0 on:
-//   mbarrier        a phase of it ends when               who waits
-//   full[slot]      all shares of its rows are there      in round r workers, for phase r
-//   is_free[slot]   all workers' threads have read it     in round r copiers, for phase r - 1
-//   arrived         the copy of PACKED inputs is there    workers, before their first product
-// They take 16 to 64 arrivals, 256 or 512, and 1, 256 or 512: see ring_set_up.
+// Who waits for whom; each slot is filled once in a round, and rounds count from 0:
+//   mbarrier        arrivals        a phase of it ends when              who waits
+//   full[slot]      16 to 64        all shares of its rows are there     workers: round r, phase r
+//   is_free[slot]   256 or 512      all workers' threads have read it    copiers: phase r - 1
+//   arrived         1, 256 or 512   the copy of PACKED inputs is there   workers, at first
 // Else workers meet at workers_barrier: if a team stages inputs for another one; and when the sums
 // of all are there. These have two buffers, so that nobody writes those that are still read.
 //
 // Its words, which GPUs without HAS_RING lack:
 //   mbarrier_init(b, n)             a phase of it ends with n arrivals; parities are 0, 1, 0 ..
-//   mbarrier_arrive(b)              one of them
+//   mbarrier_arrive(b)              one arrival
 //   copy_threads(n)                 how many threads share a copy, each with a call; at most n
-//   mbarrier_copy(b, to, from, bytes, i, n)   one of them, when thread i's share of these bytes is
-//                                   there, of n; to, from and bytes are multiples of 16
+//   mbarrier_copy(b, to, from, bytes, i, n)   one arrival, once share i of n of these bytes is
+//                                   there; to, from and bytes are multiples of 16
 //   mbarrier_wait(b, parity)        until the phase with this parity has ended
 //   bits_of(x)                      a float's
 //   as_other(p)                     p as a pointer to threadgroup memory, not device, or vice versa
@@ -1344,8 +1343,9 @@ static inline int row_sums(void) { return IS_GLU ? 2 : 1; }        // of a worke
 static inline int sums_met(void) { return ring_sums(TEAMS) / tokens_met(); }   // of a token
 static inline int rows_met(void) { return sums_met() / row_sums(); }   // until the next barrier
 
-// The tile that begins at row r of all: its matrix, its expert's choice, its first row in that
-// matrix, and how many it has, none behind the matrix, the threadgroup's end or the next barrier.
+// The tile that begins at row r (numbers go on through all matrices or choices): its matrix, its
+// expert's choice, its first row in that matrix, and how many it has, none behind the matrix, the
+// threadgroup's end or the next barrier.
 struct ring_tile { int which, choice, row, n; };
 static inline struct ring_tile tile_at(int r, struct ring_thread me,
         constant struct product_args *a) {
@@ -1368,7 +1368,7 @@ static inline struct slot_row row_at(int i, struct ring_tile tile) {
     return IS_GLU ? glu : plain;
 }
 
-// where a row's piece p begins, in bytes behind the bound address
+// where a row's piece p begins, in bytes behind the bound address, which is a multiple of 16
 static inline ulong piece_start(struct slot_row x, struct ring_tile tile, int expert, int p,
         constant struct product_args *a) {
     constant struct kernel_matrix *m = &a->w[x.which];
@@ -1421,7 +1421,7 @@ static inline void ring_feed(struct ring_memory m, struct ring_thread me, device
         constant struct product_args *a) {
     struct ring_place at = {0, 0};
     int i = number / row_threads(), share = number % row_threads();   // its row of a slot
-    for (int r = me.first, p = 0; r < me.end;) {          // two loops would be unrolled
+    for (int r = me.first, p = 0; r < me.end;) {          // nested loops would be unrolled
         struct ring_tile tile = tile_at(r, me, a);
         struct slot_row x = row_at(i, tile);
         int expert = EXPERTS ? chosen[tile.choice] : 0, bytes = a->w[x.which].piece_bytes;
@@ -1443,7 +1443,7 @@ static inline void ring_feed(struct ring_memory m, struct ring_thread me, device
 // Stages four neighbours of x, normed, from number i of their group on; eight lanes have a group.
 // Adding ROUNDER leaves the nearest integer in the low bits, as in llm.c.
 static inline void stage_four(float4 x, int i, threadgroup float *group) {
-    const float ROUND = 12582912.0f;                      // ROUNDER
+    const float ROUND = 12582912.0f;                      // llm.c's ROUNDER
     float top = 0.0f, sum = 0.0f;
     uint word = 0;
     for (int e = 0; e < 4; e++) top = max(top, fabs(x[e]));
@@ -1486,7 +1486,7 @@ static inline void ring_stage(struct row_input in, int t0, int by, int begin, in
         threadgroup float *inputs, threadgroup float *squares, int worker,
         constant struct product_args *a) {
     bool several = TOKENS > 1 || EXPERTS;                 // inputs
-    int each = several ? worker_steps(in.cols, worker) : end;   // steps of one
+    int each = several ? worker_steps(in.cols, worker) : end;   // steps of an input; one: up to end
     float square = 0.0f;
     for (int u0 = begin; u0 < end; u0 += STAGE_STEPS) {
         float4 w[STAGE_STEPS], v[STAGE_STEPS];
@@ -1544,7 +1544,7 @@ QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra, threadgr
     int last = groups / LANE_GROUPS - 1, mine = me.lane % 4;
     bool second = me.lane / 4 % 2, meets = (int)me.lane / 8 == mine;   // its column in codes_dot
     bool zero = !meets || (second && tokens_met() == 1);
-    // past the row's end a lane takes the last again, and x is 0; pieces are whole turns
+    // past the row's end a lane takes the last again, and x is 0; several pieces are whole turns
     for (int i = 4 * me.worker; i <= last; i += 4 * RING_WORKERS) {
         uint take = min(i + mine, last), qa[2][8], qb[2][8];
         float da[2][4], db[2][4];                         // scales, offsets
@@ -1598,7 +1598,7 @@ QUANT_INLINE void ring_meet(struct ring_thread me, struct ring_tile tile, thread
     }
 }
 
-// Computes a worker's share of rows from .. to - 1 of all, which meet at the next barrier
+// computes a worker's share of rows from .. to - 1, which meet at the next barrier
 QUANT_INLINE void ring_rows(struct ring_memory m, struct ring_thread me,
         thread struct ring_place *at, device const int *chosen, int from, int to,
         threadgroup float *sums, constant struct product_args *a) {
@@ -1636,7 +1636,7 @@ static inline float ring_sum(threadgroup const float *sums, int which, int row, 
     return sum * a->factor;
 }
 
-// The result of rows from .. to - 1 that a thread writes, if it `has` one: of a tile's first row
+// A thread's result, if it `has` one: one row of from .. to - 1, at which `tile` is cut to begin
 struct ring_result { struct ring_tile tile; int token; ulong y; bool has; };
 static inline struct ring_result result_of(struct ring_thread me, int from, int to,
         constant struct product_args *a) {
@@ -1666,8 +1666,8 @@ static inline void ring_finish(struct ring_memory m, struct ring_thread me, stru
 }
 
 // What gemv computes, with the same buffers, for one token or, if TOKENS is more, for `few`, whose
-// inputs are in x, or PACKED. EXPERTS: for the choices of a few tokens, each as one token, as few
-// share a threadgroup. Grid: one or two threadgroups for each core, each with a row at least.
+// inputs are in x, or PACKED. EXPERTS: for the choices of a few tokens, each as one token, because
+// a threadgroup seldom has rows of several. Grid: one or two threadgroups for each core, none empty
 kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
@@ -1678,8 +1678,9 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
     struct ring_memory m = ring_parts(shared, a);
     struct ring_end e0 = {bias0, scale0, y0}, e1 = {bias1, scale1, y1}, e2 = {bias2, 0, y2};
     int rows = a->w[0].rows, inputs = TOKENS > 1 ? a->few : 1;
-    uint all = rows * a->outputs + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);   // run_ring: below
-    int first = all * tg / a->threadgroups, end = all * (tg + 1) / a->threadgroups;   // 2^32
+    uint all = rows * a->outputs + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
+    // all * threadgroups is below 2^32: run_ring checks it
+    int first = all * tg / a->threadgroups, end = all * (tg + 1) / a->threadgroups;
     struct ring_thread me = {first, end, 0, (int)sg / RING_WORKERS, (int)sg % RING_WORKERS, tid,
                              lane};
     ring_set_up(m, tid, a);
@@ -2050,9 +2051,9 @@ static inline bool row_is_new(int r, int start, constant struct attention_args *
 
 // out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q . k) * v, for few queries.
 // Who has what:
-//   a threadgroup      a token, up to QUERY_HEADS query heads of a KV head, and a slice of the ring
-//                      (a query has query_slices; threadgroups of others are idle)
-//   SIMD-group sg      step slice * nsg + sg of the ring's rows, then every (slices * nsg)-th
+//   a threadgroup      a token, up to QUERY_HEADS query heads of a KV head, and a slice of the KV
+//                      ring (a query has query_slices; threadgroups of slices past these are idle)
+//   SIMD-group sg      step slice * nsg + sg of the KV ring's rows, then every (slices * nsg)-th
 //   ROW_LANES lanes    ATTENTION_ROWS rows of each step
 //   a lane             every ROW_LANES-th quad of these rows, of the queries and of their sums
 //   the last slice     if FUSED the newest key, too: its last SIMD-group
@@ -2254,8 +2255,8 @@ kernel void ffn_block(device const uchar *wo, device const uchar *gate, device c
 // A tile has TILE_TOKENS x TILE_ROWS outputs, and two threads for each row. In a step of GEMM_K
 // columns each thread decodes one of its row's two groups of 32 weights. With two BUFFERS a step's
 // operands are on their way while those of the step before are multiplied: activations are copied
-// in the background, weights loaded and decoded to registers before the product, and stored after
-// it. Apple's threadgroups have too little memory for two: there several on a core wait in turn.
+// in the background, weights in blocks loaded and decoded to registers before the product, stored
+// after it. Apple's threadgroups have too little memory for two: several on a core wait in turn.
 //
 // An example: 40 tokens, 96 rows, 64 columns. The host takes tiles of 64 tokens x 64 rows. They are
 // two threadgroups of 128 threads: one for rows 0..63, one for rows 64..95. A step is 64 columns,
@@ -2365,26 +2366,26 @@ static inline void tile_product(int format, thread const struct gemm_tile *t,
     stage_group(format, &g, t->tid, buffers + behind);
     for (int k0 = 0; k0 < t->cols; k0 += GEMM_K) {
         copies_wait();
-        threadgroup_barrier(mem_flags::mem_threadgroup);      // staged; and the other one is used
+        threadgroup_barrier(mem_flags::mem_threadgroup);      // staged; the other is read no more
         if (BUFFERS > 1) stage_rows(format, t, k0 + GEMM_K, buffers + next);
         fetch_group(format, t, k0 + GEMM_K, &g);
         tile_multiply(buffers + now, buffers + now + behind, t->sg, c);
-        if (BUFFERS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);     // used
+        if (BUFFERS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);     // read no more
         if (BUFFERS == 1) stage_rows(format, t, k0 + GEMM_K, buffers);
         stage_group(format, &g, t->tid, buffers + next + behind);
         now = next;
         next = BUFFERS > 1 ? size - next : 0;
     }
     copies_wait();
-    threadgroup_barrier(mem_flags::mem_threadgroup);          // all is used
+    threadgroup_barrier(mem_flags::mem_threadgroup);          // nothing is read any more
 }
 
 // y0[tokens][rows] = x[tokens][cols] times W0[rows][cols] transposed, with a bias and the epilogue,
 // which may read other[tokens][rows]. x and powers are halve's. y1 and y2 are made in the same way
 // of W1 and W2, where there are several matrices for the same x (Q, K and V).
 // Grid: tiles; those of the same rows are neighbours, so that weights come from memory about once
-// per chunk. A step of 128 x 128 is 2 * 128 * 128 * 64 FLOP on 16 KB of x and 4 to 16 KB of W, some
-// 80 FLOP a byte from the cache.
+// per chunk. A step of 128 x 128 is 2 * 128 * 128 * 64 FLOP on 16 KB of x and 4.5 (q4_0) to 16 KB
+// (f16) of W, some 80 FLOP a byte from the cache.
 // EXPERTS: rows of y are choices in the order of sort_choices, which also tells each tile's expert
 // and rows. EXPERTS_GATHER: x is in the order of tokens; EXPERTS_SORTED: x is in the order of y.
 // EXPERTS_HEADS: each of the `each` heads of a token has a matrix, a row of x and one of y.
@@ -2445,7 +2446,7 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
             if (BIASES >> which & 1) v += bias[r];
             finish(&y[to], v * a->factor, &a->end, has_other() ? other[to] : 0.0f);
         }
-        simdgroup_barrier(mem_flags::mem_threadgroup);        // it is used
+        simdgroup_barrier(mem_flags::mem_threadgroup);        // it is read no more
     }
 }
 

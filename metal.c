@@ -1067,9 +1067,10 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
 static int run_units(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
     bool heads = p->experts == EXPERTS_HEADS, floats = true;
     for (int i = 0; i < p->k; i++) floats &= is_float(p->w[i]);
-    int n = heads || p->n > FEW ? p->n : 1, nsg = floats ? GEMV_SIMDGROUPS : STAGED_SIMDGROUPS;
-    int all = 0;
-    a->few = p->experts || p->n > FEW ? 1 : floats ? p->n : smaller(p->n, STAGED_TOKENS);
+    int n = heads || p->n > FEW ? p->n : 1, all = 0;
+    int nsg = floats ? GEMV_SIMDGROUPS : STAGED_SIMDGROUPS;
+    a->few = floats ? p->n : smaller(p->n, STAGED_TOKENS);
+    if (p->experts || p->n > FEW) a->few = 1;
     a->outputs = n * a->each;
     for (int i = 0; i < p->k; i++) all += p->w[i]->rows * (heads ? a->each : a->outputs);
     int most = gemv_most(all), tokens = tokens_for(a->few);
@@ -2083,7 +2084,8 @@ static int gpu_attach(Session *s) {
     bool ok = device_open(g);
     if (ok && lacks) ok = gpu_fail(g, "the GPU path does not know this model's", lacks);
     int chunk = GPU_CHUNK, own = s->o.chunk, all = s->m->config.n_layer, most = s->o.gpu_layers;
-    int k = most && most < all ? all - most : 0, end = s->m->config.routed_first ? 0 : all;
+    int k = most && most < all ? all - most : 0;
+    int end = s->m->config.routed_first ? 0 : all;
     for (int l = 0; l < all; l++)
         if (s->m->layers[l].side_by_side) end = 0;
     if (ok && k > end) ok = gpu_fail(g, "a part of this model's layers cannot run on the CPU",

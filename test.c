@@ -2602,7 +2602,8 @@ static void test_sampler_candidates(void) {
         if (run % 3 == 0) l[n - 1] = all[n - 1].logit = 1e6f;
         find_best(best, l, n);
         qsort(all, n, sizeof *all, best_first);
-        for (int i = 0; i < LAST; i++) last[i] = run % 2 ? all[i * (run % 4)].id : 7 * i % (n + 9) - 2;
+        for (int i = 0; i < LAST; i++)
+            last[i] = run % 2 ? all[i * (run % 4)].id : 7 * i % (n + 9) - 2;
         for (int i = 0; i < NEVER; i++) never[i] = i ? all[5 * i].id : n;
         for (int i = 0; i < n; i++) after[i] = isnan(l[i]) ? -INFINITY : l[i];
         for (int i = 0; i < LAST; i++)
@@ -4848,7 +4849,7 @@ static int soft_memory(const char *p) {          // the number of a buffer that 
 
 // Does a call that is no launch fail, which begins work of a stream?
 static bool soft_works(const char *name, const void *stream) {
-    if (stream != current || current->capture) soft_fault("%s in another stream, or captured", name);
+    if (stream != current || current->capture) soft_fault("%s elsewhere, or captured", name);
     current->launched = false;
     return soft_fails(name);
 }
