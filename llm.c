@@ -4558,7 +4558,8 @@ static uint64_t unigram_spell(const Tokenizer *t, const char *s, size_t n, char 
         for (; bytes > 0; bytes--, to++) {
             bool space = *to == ' ';
             owed = owed || (space && t->trim_spaces);
-            size_t mark = (space ? !t->trim_spaces : owed) ? 3 : 0;
+            bool marked = space ? !t->trim_spaces : owed;
+            size_t mark = marked ? 3 : 0;
             if (out) memcpy(out + len, "\u2581", mark);
             len += mark + !space;
             if (space) continue;
@@ -6085,7 +6086,8 @@ __attribute__((noinline)) static Value run_for(Template *t, const Node *n) {
         size_t left = items.n - i - 1;
         Value values[] = {int_value(i), int_value(i + 1), int_value(left), int_value(left + 1),
                           int_value(items.n), bool_value(!i), bool_value(!left),
-                          i ? items.v[i - 1] : none, left ? items.v[i + 1] : none};
+                          i ? items.v[i - 1] : none,
+                          left ? items.v[i + 1] : none};
         for (size_t k = 0; k < COUNT(names); k++) set(t, loop, word_value(names[k]), values[k]);
         t->flow = 0;
         t->scope = new_dict(t, outer);
@@ -6262,16 +6264,11 @@ API bool template_render(Str template, const ChatMessage *messages, size_t n_mes
 // of bf16 for both, and a CPU without dot_bytes floats.) The number of threads never changes a sum.
 // Other parts call this one through Part I's prototypes, above all matmul and attention.
 //
-//   26 the machine     CPUs, clock, terminal, prefetching; sums, e^x and soft caps of rows
-//   27 threads         the pool; with LLM_PLAIN, Part I's plain loops in place of sections 28 to 37
-//   28 instructions    the few in which CPUs differ        29 products of a few tokens
-//   30 tiles           products of many tokens: the idea, and an example
-//   31 the float tile  32 the int8 tile    33 matmul, which cuts products into tasks
-//   34 attention       35 of many queries  36 of a few queries, with an example, and
-//                      the memory of recurrent mixers
-//   37 AMX             one more tile, and one more attention, for the CPUs that have it
-//   38 the GPU         metal.c, or functions that say that there is none
-//   39 candidates      the sampler's sorting               40 guesses, several tokens in one pass
+//   26 the machine: CPUs, clock, sums    27 threads, and LLM_PLAIN's loops in place of 28 to 37
+//   28 instructions in which CPUs differ 29 products of a few tokens
+//   30 tiles, with an example            31 the float tile, 32 the int8 tile, 33 matmul
+//   34 attention                         35 of many queries, 36 of a few; recurrent mixers' memory
+//   37 AMX, 38 the GPU                   39 candidates of the sampler, 40 guesses
 // Read 27, 30 and 33 first, then 34 and 36; 28, 29, 31, 32 and 35 are their inner loops.
 //
 // A group is 32 consecutive weights or activations, and half a group 16. A strip is some rows of a
@@ -8604,7 +8601,8 @@ static int screen;                // the terminal that shows the line
 static void terminal_undo(void) {   // by write, and not into a terminal that nobody reads
     struct pollfd to = {dimmed ? STDOUT_FILENO : screen, POLLOUT, 0};
     bool ready = (dimmed || marked) && poll(&to, 1, 100) > 0;
-    if (ready) (void)!write(to.fd, dimmed ? "\033[0m" : "\033[?2004l", dimmed ? 4 : 8);
+    const char *undo = dimmed ? "\033[0m" : "\033[?2004l";
+    if (ready) (void)!write(to.fd, undo, strlen(undo));
     if (edited) tcsetattr(STDIN_FILENO, TCSANOW, &own_mode);
     dimmed = edited = marked = 0;
 }
@@ -9180,7 +9178,9 @@ static size_t reach(Cli *cli, bool back, int place) {
     const Text *said = typed(cli);
     size_t at = cli->line.at, end = back ? cli->line.from : said->n;
     for (bool there = at == end; !there && (at += back ? -1 : 1) != end;) {
-        char passed = said->s[back ? at : at - 1], next = said->s[back ? at - 1 : at];
+        char before = said->s[at - 1], behind = said->s[at];
+        char passed = back ? behind : before;
+        char next = back ? before : behind;
         if (place == CHARACTER) there = (said->s[at] & 0xC0) != 0x80;
         if (place == WORD) there = in_name(passed) && !in_name(next);
         if (place == BLANKS) there = !isspace((uint8_t)passed) && isspace((uint8_t)next);
