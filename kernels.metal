@@ -426,7 +426,6 @@ struct gate_args { int32_t n, each, softplus; };
 struct delta_args {
     int32_t n, first, guesses;             // tokens; row of their inputs, 0 in a pass
     int32_t n_key, n_value, dv, tiled;     // tiled: see key_tiled in llm.c
-    int32_t share, step;                   // alpha, beta: heads side by side; floats of a token
     float eps, lower;                      // lower: see kda_lower in llm.c
 };
 
@@ -2975,10 +2974,10 @@ QUANT_INLINE void delta_load(device const float *k, device const float *q, devic
             int j = 32 * n + (int)lane;
             in->k[i][n] = j < HEAD_DIM ? k[(ulong)t * step + j] : 0.0f;
             in->q[i][n] = j < HEAD_DIM ? q[(ulong)t * step + j] : 0.0f;
-            if (!CHANNELS) in->alpha[i][n] = alpha[(ulong)t * a->step];
-            else in->alpha[i][n] = j < HEAD_DIM ? alpha[(ulong)t * a->step * HEAD_DIM + j] : 0.0f;
+            if (!CHANNELS) in->alpha[i][n] = alpha[(ulong)t * a->n_value];
+            else in->alpha[i][n] = j < HEAD_DIM ? alpha[(ulong)t * a->n_value * HEAD_DIM + j] : 0.0f;
         }
-        in->beta[i] = ASKS ? beta[(ulong)t * a->step] : 0.0f;
+        in->beta[i] = ASKS ? beta[(ulong)t * a->n_value] : 0.0f;
     }
     in->v = v[(ulong)mine * step];
     in->z = ASKS ? 0.0f : z[(ulong)mine * a->n_value * a->dv];
@@ -3136,7 +3135,6 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     int groups = div_up(a->dv, DELTA_UNIT * (int)nsg), h = tg / groups, rank = lane % DELTA_LANES;
     int row = (tg % groups * nsg + sg) * DELTA_UNIT + lane / DELTA_LANES, own = min(row, a->dv - 1);
     int key = a->tiled ? h % a->n_key : h / (a->n_value / a->n_key);
-    int at = h / a->share * 2 * a->share + h % a->share;  // where alpha and beta have this head
     int keys = a->n_key * HEAD_DIM, values = a->n_value * a->dv, all = 2 * keys + values;
     ulong block = (ulong)h * div_up(a->dv, DELTA_LAYOUT) + own / DELTA_LAYOUT;
     threadgroup float *kk = shared + 2 * BLOCK * delta_wide(), *g = kk + 2 * BLOCK * BLOCK;
@@ -3153,8 +3151,8 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     out += h * a->dv + own;
     int decays = CHANNELS ? HEAD_DIM : 1;                // of a head
     int sure = a->n - (a->guesses ? now[NOW_GUESSES] : 0);   // tokens that the state is to see
-    alpha += (at + a->first * a->step) * decays;
-    beta += at + a->first * a->step;
+    alpha += (h + a->first * a->n_value) * decays;
+    beta += h + a->first * a->n_value;
     state += block * HEAD_DIM * DELTA_LAYOUT + own % DELTA_LAYOUT;
     QUANT_UNROLL for (int i = 0; i < 4 * delta_quads(); i++) {
         int j = delta_col(i, rank);
@@ -3171,7 +3169,7 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
         float v = in.v, gate = ASKS ? 1.0f : in.z * sigmoid(in.z);
         if (next < a->n)
             delta_load(k + (ulong)next * all, q + (ulong)next * all, x + (ulong)next * all,
-                       alpha + (ulong)next * a->step * decays, beta + (ulong)next * a->step,
+                       alpha + (ulong)next * a->n_value * decays, beta + (ulong)next * a->n_value,
                        z + (ulong)next * values, all, a->n - next, sg, lane, a, &in);
         delta_ask(&in_block, s, rank, asked, found);
         threadgroup_barrier(mem_flags::mem_threadgroup);      // kk and kq are there

@@ -242,7 +242,7 @@ typedef struct {
     const float *conv, *conv_bias;   // [channels][taps], [channels]
     Matrix z, z_a;             // [n_value * dv][..] gates; where z is two products, the first
     Matrix alpha, alpha_a;     // [n_value][..] decays; where alpha is two products, the first
-    Matrix beta, beta_alpha;   // [n_value][dim] how strongly it writes; or both in one tensor
+    Matrix beta;               // [n_value][dim] how strongly it writes
     const float *dt_bias, *a, *skip;   // [n_value]; KDA: dt_bias [n_value][dk]
     Norm delta_norm;           // [dv]
     Matrix delta_out;          // [dim][n_value * dv]
@@ -368,8 +368,7 @@ typedef struct Session {
     float *mix;                // [n][n_head][2 * hd] q with gates, or latent queries; of recurrent
                                // mixers [conv-1 + n][channels]
     float *z;                  // [n][..] gates; of latent attention the input of q
-    float *beta_alpha, *strength;   // [n][2 * n_value], [n][n_value] of the delta rule
-    float *decay;              // [n][n_value] of it, in KDA [n][n_value][dk]
+    float *strength, *decay;   // [n][n_value] of the delta rule; decay in KDA [n][n_value][dk]
     float *route;              // [n][n_expert] the logits of a router
     int32_t *chosen;           // [n][n_used] a token's experts, the best first: its choices
     float *weight;             // [n][n_used] of the choices
@@ -3171,40 +3170,46 @@ static void delta_conv(Session *s, const void *arg, size_t call) {
 // Before the rule q, k and v pass the convolution, q and k get unit length, and two more
 // projections make g and b. After the rule o passes a norm and a gate z.
 
-// Early files of Qwen3-Next have q, k, v and z in one tensor, where the rows of one key head follow
-// those of another. Copies them into the order of later files: q of all heads, k, v, z.
-static void load_interleaved(Loader *ld, Layer *w, int qkv, int values) {
-    const Config *c = &ld->m->config;
-    Matrix all = load_matrix(ld, "!ssm_in", c->dim, qkv + values, 1);
-    if (all.bias) refuse(ld, "tensor %sssm_in: bias", ld->prefix);
-    size_t row = ld->ok ? quant_row_bytes(all.type, c->dim) : 0;
-    uint8_t *to = ld->ok ? keep_memory(ld, (qkv + values) * row) : NULL;
+// In some tensors of Qwen3-Next the rows of one key head follow those of another. Copies them into
+// the order of other files: part 0 of all heads, part 1, ... rows: how many rows of a head each has.
+static Matrix load_interleaved(Loader *ld, const char *name, const int *rows, int parts) {
+    int n_key = ld->m->config.n_key, dim = ld->m->config.dim, each = 0;   // each: rows of a head
+    for (int k = 0; k < parts; k++) each += rows[k];
+    Matrix all = load_matrix(ld, name, dim, each * n_key, 1);
+    if (all.bias) refuse(ld, "tensor %s%s: bias", ld->prefix, less_mark(name));
+    size_t row = ld->ok ? quant_row_bytes(all.type, dim) : 0;
+    uint8_t *to = ld->ok ? keep_memory(ld, each * n_key * row) : NULL;
     const uint8_t *from = all.data;
-    int wide = values / c->n_key, part[4] = {c->dk, c->dk, wide, wide};   // rows of a key head
-    for (int h = 0; to && h < c->n_key; h++)
-        for (int k = 0, at = 0; k < 4; k++) {   // at: where the rows of this k begin
-            memcpy(to + (at + h * part[k]) * row, from, part[k] * row);
-            from += part[k] * row;
-            at += part[k] * c->n_key;
+    for (int h = 0; to && h < n_key; h++)
+        for (int k = 0, at = 0; k < parts; at += rows[k++] * n_key) {   // at: the part's first row
+            memcpy(to + (at + h * rows[k]) * row, from, rows[k] * row);
+            from += rows[k] * row;
         }
     all.data = to;
-    w->conv_in = matrix_rows(all, 0, qkv);
-    w->z = matrix_rows(all, qkv, values);
+    return all;
 }
 
 // Loads the delta rule's matrices. In: the rows of q, k and v together, and those of v.
 static void load_delta(Loader *ld, Layer *w, int qkv, int values) {
     const Config *c = &ld->m->config;
-    if (find_tensor(ld, "ssm_in", ".weight")) load_interleaved(ld, w, qkv, values);
-    else {
+    int n = c->n_value, share = n / c->n_key, wide = share * c->dv;   // of a key head
+    w->delta_norm = load_norm(ld, "!ssm_norm", 1, c->dv);
+    if (find_tensor(ld, "ssm_in", ".weight")) {   // early files: q, k, v and z
+        Matrix all = load_interleaved(ld, "!ssm_in", (int[]){c->dk, c->dk, wide, wide}, 4);
+        w->conv_in = matrix_rows(all, 0, qkv);
+        w->z = matrix_rows(all, qkv, values);
+    } else {
         w->conv_in = load_matrix(ld, "!attn_qkv", c->dim, qkv, 1);
         w->z = load_matrix(ld, "!attn_gate", c->dim, values, 1);
     }
-    w->delta_norm = load_norm(ld, "!ssm_norm", 1, c->dv);
-    w->beta_alpha = load_matrix(ld, "ssm_ba", c->dim, 2 * c->n_value, 1);
-    if (w->beta_alpha.data) return;
-    w->alpha = load_matrix(ld, "!ssm_alpha", c->dim, c->n_value, 1);
-    w->beta = load_matrix(ld, "!ssm_beta", c->dim, c->n_value, 1);
+    if (find_tensor(ld, "ssm_ba", ".weight")) {
+        Matrix both = load_interleaved(ld, "!ssm_ba", (int[]){share, share}, 2);
+        w->beta = matrix_rows(both, 0, n);
+        w->alpha = matrix_rows(both, n, n);
+    } else {
+        w->beta = load_matrix(ld, "!ssm_beta", c->dim, n, 1);
+        w->alpha = load_matrix(ld, "!ssm_alpha", c->dim, n, 1);
+    }
 }
 
 // Loads one matrix [rows][dim] under a's name, or two, a [..][dim] and after it b [rows][..].
@@ -3257,23 +3262,15 @@ static uint64_t delta_state_size(const Config *c) {   // floats of a layer's sta
 static void delta_gates_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
     const Config *c = &s->m->config;
-    float *mix = s->mix + i * w->conv_in.rows, *all = s->beta_alpha + i * 2 * c->n_value;
-    int share = c->n_value / c->n_key;   // value heads of a key head
-    int each = larger(c->kda, 1);        // decays of a value head
+    int each = larger(c->kda, 1);   // decays of a value head
+    float *mix = s->mix + i * w->conv_in.rows, *write = s->strength + i * c->n_value;
     float *decay = s->decay + i * c->n_value * each;
-    float *write = s->strength + i * c->n_value;
     for (int h = 0; w->mixer == MIX_DELTA && h < 2 * c->n_key; h++) {
         float *x = mix + (size_t)h * c->dk, length = sqrtf(sum16(x, c->dk, 0, true) + c->eps);
         float scale = (h < c->n_key ? 1 / sqrtf(c->dk) : 1) / length;
         for (int j = 0; j < c->dk; j++) x[j] *= scale;
     }
     for (int h = 0; h < c->n_value; h++) {
-        if (w->beta_alpha.data) {   // of each key head: b of its value heads, then their alphas
-            int key = h / share;
-            const float *b = all + key * 2 * share + h % share;
-            write[h] = b[0];
-            decay[h] = b[share];
-        }
         float a = w->a[h], t = 0;
         for (int j = h * each; j < (h + 1) * each; j++) {
             float x = decay[j] + w->dt_bias[j];
@@ -3440,10 +3437,9 @@ static void recurrent_products(Session *s, const Layer *w, float *mix) {
                    {&w->v, x, mix + 2 * w->q.rows, n},
                    {&w->conv_in, x, mix, n},
                    z_two ? (Matmul){&w->z_a, x, z_a, n} : (Matmul){&w->z, x, s->z, n},
-                   {&w->beta_alpha, x, s->beta_alpha, n},
                    two ? (Matmul){&w->alpha_a, x, alpha_a, n} : (Matmul){&w->alpha, x, alpha, n},
                    {&w->beta, x, s->strength, n}};
-    products(s, in + first, 8 - first);
+    products(s, in + first, 7 - first);
     if (two) product(s, &w->alpha, alpha_a, s->decay);
     if (z_two) product(s, &w->z, z_a, s->z);
 }
@@ -3914,7 +3910,6 @@ static void plan_scratch(Session *s, Arena *a) {
     s->att = arena_take(a, (n + FEW) * most.att, f);
     s->mix = arena_take(a, (n + c->conv + FEW) * most.mix, f);
     s->z = arena_take(a, n * most.z, f);
-    s->beta_alpha = arena_take(a, n * 2 * c->n_value, f);
     s->decay = arena_take(a, (n + FEW) * c->n_value * larger(c->kda, 1), f);
     s->strength = arena_take(a, (n + FEW) * c->n_value, f);
     a->used = start;            // 2: the FFN or experts

@@ -1445,16 +1445,14 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
 // have the layer's own, which stay until its next pass.
 static void run_rule(Session *s, const Layer *w, int n, int first) {
     const Config *c = &s->m->config;
-    bool fused = w->beta_alpha.data, asks = w->mixer == MIX_DELTA, kda = c->kda;
+    bool asks = w->mixer == MIX_DELTA, kda = c->kda;
     bool guesses = s->o.draft > 0 && n > 1 && !first;   // there may be some
-    int share = c->n_value / c->n_key, block = is_few(s, n) ? 1 : BLOCK_MAX, rows = larger(n, FEW);
+    int block = is_few(s, n) ? 1 : BLOCK_MAX, rows = larger(n, FEW);
     const float *conv = n > FEW ? s->gpu->conv : s->kept + s->l * s->n_kept;
     const float *alpha = conv + rows * w->conv_in.rows;
-    const float *beta = fused ? alpha : alpha + rows * c->n_value * larger(c->kda, 1);
-    struct delta_args b = {n, first, guesses, c->n_key, c->n_value, c->dv, c->key_tiled,
-                           fused ? share : c->n_value, (fused + 1) * c->n_value, c->eps,
+    const float *beta = alpha + rows * c->n_value * larger(c->kda, 1);
+    struct delta_args b = {n, first, guesses, c->n_key, c->n_value, c->dv, c->key_tiled, c->eps,
                            c->kda_lower};
-    if (fused) alpha += share;
     run_kernel(s, b, "delta_rule", {s->cache[s->l].state, conv, alpha, beta, w->dt_bias, w->a,
                                     s->att, s->z, w->skip, s->gpu->now}, 10,
                c->n_value * div_up(c->dv, DELTA_UNIT * UNIT_SIMDGROUPS),
@@ -1462,15 +1460,15 @@ static void run_rule(Session *s, const Layer *w, int n, int first) {
                {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks, [C_BLOCK] = block, [C_CHANNELS] = kda});
 }
 
-// Returns [n][n_value][dv] or, of a short convolution, [n][channels]: run_products once, or twice
-// if beta and alpha are not fused, then convolution, rule and norm. KDA has q, k and v in three
+// Returns [n][n_value][dv] or, of a short convolution, [n][channels]: run_products once, in the delta
+// rule twice because of beta, then convolution, rule and norm. KDA has q, k and v in three
 // matrices, and makes alpha and z by two products, one after the other, where they have an _a. A
 // short convolution has neither rule nor norm.
 static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     const Config *c = &s->m->config;
     const Cache *cache = &s->cache[s->l];
-    bool fused = w->beta_alpha.data, asks = w->mixer == MIX_DELTA, gated = w->mixer == MIX_CONV;
-    bool kda = c->kda, two = w->alpha_a.data, z_two = w->z_a.data, apart = asks && !fused;
+    bool asks = w->mixer == MIX_DELTA, gated = w->mixer == MIX_CONV, kda = c->kda;
+    bool two = w->alpha_a.data, z_two = w->z_a.data;
     int channels = w->conv_in.rows, past = c->conv - 1, values = c->n_value * c->dv;
     float *conv = n > FEW ? s->gpu->conv : s->kept + s->l * s->n_kept;   // see run_rule
     float *alpha = conv + larger(n, FEW) * channels;
@@ -1479,15 +1477,14 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     float *to[4] = {mix, s->z, gated ? s->att : alpha,
                     alpha + larger(n, FEW) * c->n_value * larger(c->kda, 1)};
     if (z_two) m[1] = &w->z_a, to[1] = z_in;
-    if (fused) m[2] = &w->beta_alpha;
-    else if (two) m[2] = &w->alpha_a, to[2] = s->att;
+    if (two) m[2] = &w->alpha_a, to[2] = s->att;
     if (kda) {   // three matrices in place of conv_in, whose results lie side by side
         const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
         float *side[3] = {mix, mix + w->q.rows, mix + 2 * w->q.rows};
         run_products(s, qkv, 3, in, side, n, STORE);
         run_products(s, m + 1, 3, in, to + 1, n, STORE);
-    } else run_products(s, m, apart ? 2 : 3, in, to, n, STORE);
-    if (apart && !kda) run_products(s, m + 2, 2, in, to + 2, n, STORE);
+    } else run_products(s, m, asks ? 2 : 3, in, to, n, STORE);
+    if (asks && !kda) run_products(s, m + 2, 2, in, to + 2, n, STORE);
     if (two) run_product(s, &w->alpha, (Input){s->att, NULL}, alpha, n, STORE);
     if (z_two) run_product(s, &w->z, (Input){z_in, NULL}, s->z, n, STORE);
     struct conv_args a = {n, channels, past, s->o.draft > 0};

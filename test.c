@@ -5635,13 +5635,13 @@ static void kernel_experts(Gpu *g, int type) {
 
 typedef struct {   // kda: each channel has a decay; -1: with a bound
     int n_key, n_value, dk, dv, conv;
-    bool tiled, fused;
+    bool tiled;
     int mixer, kda;
 } DeltaCase;
 static const DeltaCase DELTAS[] = {
-    {2, 4, 20, 12, 4, false, false, MIX_DELTA}, {2, 6, 33, 72, 3, true, true, MIX_DELTA},
-    {1, 2, 256, 8, 2, false, true, MIX_DELTA}, {3, 3, 128, 5, 4, true, false, MIX_DELTA},
-    {2, 2, 40, 40, 4, false, false, MIX_DELTA, 1}, {3, 3, 128, 128, 3, false, false, MIX_DELTA, -1},
+    {2, 4, 20, 12, 4, false, MIX_DELTA}, {2, 6, 33, 72, 3, true, MIX_DELTA},
+    {1, 2, 256, 8, 2, false, MIX_DELTA}, {3, 3, 128, 5, 4, true, MIX_DELTA},
+    {2, 2, 40, 40, 4, false, MIX_DELTA, 1}, {3, 3, 128, 128, 3, false, MIX_DELTA, -1},
     {2, 6, 24, 5, 4, .mixer = MIX_SPACE}, {1, 3, 128, 80, 2, .mixer = MIX_SPACE},
     {3, 3, 256, 9, 64, .mixer = MIX_SPACE}, {1, 1, 1, 90, 3, .mixer = MIX_CONV},
     {1, 1, 1, 7, 64, .mixer = MIX_CONV}};
@@ -5669,14 +5669,13 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
                   .delta_out = lab_matrix(g, FORMAT_F16, DIM, values).m};
     if (!delta) x.w.skip = lab_floats(g, d->n_value, 1);
     if (d->mixer == MIX_SPACE) x.w.conv_bias = lab_floats(g, channels, 1);
-    if (d->fused) x.w.beta_alpha = lab_matrix(g, FORMAT_F16, 2 * d->n_value, DIM).m;
-    else x.w.alpha = lab_matrix(g, FORMAT_F16, conv ? values : decays, DIM).m;
+    x.w.alpha = lab_matrix(g, FORMAT_F16, conv ? values : decays, DIM).m;
+    x.w.beta = lab_matrix(g, FORMAT_F16, d->n_value, DIM).m;
     for (int i = 0; d->kda && i < 3; i++) {
         Matrix *m = (Matrix *[]){&x.w.q, &x.w.k, &x.w.v}[i];
         *m = matrix_rows(x.w.conv_in, i * values, values);
         m->out_step = channels;
     }
-    if (!d->fused) x.w.beta = lab_matrix(g, FORMAT_F16, d->n_value, DIM).m;
     for (int h = 0; h < d->n_value; h++) ((float *)x.w.a)[h] -= d->kda < 0 ? -2 : 1;   // it decays
     float *in = lab_floats(g, N * DIM, 1), *state = lab_floats(g, all, 1);
     g->conv = lab_floats(g, N * (channels + decays + d->n_value), 1);
@@ -5685,7 +5684,6 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     x.s = (Session){.cache = &two[0], .n = N, .normed = in, .out = need(4 * N * DIM),
                     .mix = lab_floats(g, (N + past) * channels, 1),
                     .z = lab_floats(g, N * values, 1), .att = lab_floats(g, N * values, 1),
-                    .beta_alpha = lab_floats(g, N * 2 * d->n_value, 1),
                     .decay = lab_floats(g, N * decays, 1),
                     .strength = lab_floats(g, N * d->n_value, 1),
                     .kept = lab_floats(g, FEW * (channels + decays + d->n_value), 1)};
