@@ -1529,8 +1529,6 @@ QUANT_INLINE uint16_t quant_f32_to_f16(float f) {
     return (uint16_t)(sign | (u + (1u << (shift - 1)) - 1 + (u >> shift & 1)) >> shift);
 }
 
-QUANT_INLINE float quant_bf16_to_f32(uint16_t h) { return quant_from_bits((uint32_t)h << 16); }
-
 QUANT_API const char *quant_name(int ggml_type) {
     switch (ggml_type) {
     case QUANT_F32: return "f32";
@@ -1567,10 +1565,7 @@ QUANT_API int quant_type_from_name(const char *name) {
     return -1;
 }
 
-// quant_weights: eight codes to floats; quant_floats: eight halves to floats
-QUANT_INLINE void quant_weights(float *dst, const int8_t *q, float d, float m) {
-    for (int i = 0; i < 8; i++) dst[i] = d * q[i] + m;
-}
+// eight halves to floats
 #if defined(QUANT_X86)
 QUANT_INLINE void quant_floats(float *dst, const uint8_t *p) {
     _mm256_storeu_ps(dst, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)));
@@ -1610,14 +1605,16 @@ QUANT_API bool quant_dequantize(int ggml_type, const void *src, float *dst, size
         for (; n >= 8; n -= 8, dst += 8, p += 16) quant_floats(dst, p);
         for (size_t i = 0; i < n; i++) dst[i] = quant_half(p + 2 * i);
     } else if (ggml_type == QUANT_BF16)
-        for (size_t i = 0; i < n; i++) dst[i] = quant_bf16_to_f32((uint16_t)quant_u16(p + 2 * i));
+        for (size_t i = 0; i < n; i++) dst[i] = quant_from_bits(quant_u16(p + 2 * i) << 16);
     else for (size_t i = 0; i < n; i += 256, p += quant_row_bytes(ggml_type, 256)) {
         int8_t q[256];
         float d[16], m[16];
         size_t left = n - i < 256 ? n - i : 256;
         quant_decode(ggml_type, p, left, q, d, m);
-        for (size_t j = 0; j < left; j += 8)
-            quant_weights(dst + i + j, q + j / 8 % 4 * 64 + j / 32 * 8, d[j / 16], m[j / 16]);
+        for (size_t j = 0; j < left; j += 8, dst += 8) {
+            const int8_t *eight = q + j / 8 % 4 * 64 + j / 32 * 8;
+            for (int k = 0; k < 8; k++) dst[k] = d[j / 16] * eight[k] + m[j / 16];
+        }
     }
     return true;
 }
