@@ -1427,7 +1427,7 @@ static bool gguf_open(Gguf *g, const char *path, Error *e) {
 //      key is ignored, and only those of RoPE, attention and experts are noted.
 //   3. Add the name to the rows of NEEDS: without it such a tensor may be missing.
 //   4. A new key gets a row in KEYS, a tensor with a new name a line in its block's load_ function,
-//      a new difference a field of families.h, or a flag if only loading needs it. What a GPU
+//      a new difference a field of Config or Layer, or a flag if only loading needs it. What a GPU
 //      cannot run, gpu_lacks in metal.c names.
 //   5. Add a row to SHAPES in test.c, whose tests ask for what is left.
 // RoPE's pairing is the usual mistake, and position 0 cannot show it.
@@ -2080,10 +2080,14 @@ static void load_norms(Loader *ld, Layer *w) {
         w->attn_norm = attn_norm_2;
     }
     if (!w->n_head && !w->attn_norm.w) w->attn_norm = w->ffn_norm;   // an FFN alone (Deci)
-    bool bare = c->norm == NORM_BARE, no_ffn_norm = !w->ffn_norm.w && !w->ffn_post_norm.w;
-    bool normed = ld->l == 0 && ld->m->embd_norm.w;   // already, by the norm of the embeddings
-    if (!bare && !normed && !w->attn_post_norm.w) require(ld, w->attn_norm.w, "attn_norm");
-    w->side_by_side = attn_norm_2.w || ld->hints.side_by_side || (no_ffn_norm && !bare);
+    if (c->norm == NORM_BARE) return;   // no norm has weights (OLMo)
+
+    // a block reads a normed stream, or its result is normed; without an own norm the FFN shares
+    // what attention reads
+    bool normed = ld->l == 0 && ld->m->embd_norm.w;   // by the norm of the embeddings
+    if (!normed && !w->attn_post_norm.w) require(ld, w->attn_norm.w, "attn_norm");
+    bool shares = !w->ffn_norm.w && !w->ffn_post_norm.w;
+    w->side_by_side = attn_norm_2.w || ld->hints.side_by_side || shares;
 }
 
 // Decides whether the layer has a window, and sets what depends on it: its widths, and whether RoPE
@@ -2221,8 +2225,6 @@ static bool block_idle(Loader *ld, const Tensor *t, int l) {
 static void check_tensors(Loader *ld) {
     const Gguf *g = ld->m->gguf;
     const Config *c = &ld->m->config;
-    bool experts = false;   // has a layer some?
-    for (int l = 0; l < c->n_layer; l++) experts |= ld->m->layers[l].router.data != NULL;
     for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors && ld->ok; t++) {
         Str rest = t->name;
         int l = str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
@@ -2236,7 +2238,7 @@ static void check_tensors(Loader *ld) {
     }
     for (size_t i = 0; i < COUNT(NEEDS) && ld->ok; i++) {
         bool found = !find_str((Str){c->name, strlen(c->name)}, NEEDS[i].archs);
-        if (strstr(NEEDS[i].name, "exp") && !experts) found = true;
+        if (strstr(NEEDS[i].name, "exp") && !c->n_used) found = true;   // no layer has experts
         for (int l = -1; l < c->n_layer && !found; l++)
             found = layer_tensor(ld, l, NEEDS[i].name, "");
         const char *idle = ld->m->nextn_idle.text;   // it may be why
@@ -2294,7 +2296,9 @@ static void imply_config(Config *c, const Arch *a) {
 static void derive_rope(Loader *ld) {
     Config *c = &ld->m->config;
     Hints *h = &ld->hints;
-    int flags = ld->arch->flags;
+    int flags = ld->arch->flags, *n_rot = c->n_rot;
+
+    // how angles slow down
     const Meta *scaling = arch_meta(ld, "rope.scaling.type");
     const Alias *alias = find_alias(ld->m->gguf);
     Str type = meta_str(scaling);
@@ -2303,8 +2307,9 @@ static void derive_rope(Loader *ld) {
     if (find_str(type, "none default")) c->rope_factor = 1;
     if (scaling && !find_str(type, "none default linear yarn longrope llama3"))
         refuse(ld, "rope.scaling.type '%.*s' is not supported", STR_ARG(type));
+
+    // how many values of a head turn, and by which position
     if (flags & ROPE_TUNED && !h->rope_tuned) c->rope = ROPE_NONE;
-    int *n_rot = c->n_rot;
     if (n_rot[FULL] < 0) n_rot[FULL] = c->hd;
     if (h->rope_part > 0) n_rot[FULL] = c->hd * h->rope_part;
     if (c->rope == ROPE_NONE) n_rot[FULL] = 0;   // whatever the file says
@@ -2316,6 +2321,8 @@ static void derive_rope(Loader *ld) {
     for (int i = 0; section && gguf_size[section->elem] && i < 4 && i < (int)section->n; i++)
         c->section[i] = fmin(fmax(meta_int(section, i), 0), 4096);
     if (c->section[0] && !strcmp(c->name, "glm4")) c->rope = ROPE_HALVES;   // GLM-OCR
+
+    // what follows from these, and from windows
     if (!c->n_ctx_orig) c->n_ctx_orig = c->n_ctx;
     derive_latent(c, flags);
     if (flags & ROPE_FIXED) c->rope_factor = c->rope_mag = 1;
@@ -2444,9 +2451,7 @@ static bool weights_load(Model *m, Error *e) {
     if (ld.ok) load_nextn(ld);
     if (ld.ok) check_tensors(&ld);
     if (ld.ok) repeat_layers(m, ld.hints.loops_bare);
-    int windowed = 0;   // layers, without which nobody reads their angles
-    for (int l = 0; ld.ok && l < c->n_layer + c->n_nextn; l++) windowed += m->layers[l].window > 0;
-    if (!windowed) c->n_rot[WINDOWED] = 0;
+    if (!ld.arch->period || !c->window) c->n_rot[WINDOWED] = 0;   // nobody reads these angles
     const Meta *never = gguf_find(m->gguf, "tokenizer.ggml.suppress_tokens");
     for (uint64_t i = 0; never && gguf_size[never->elem] && i < never->n; i++)
         if (!tokens_add(&m->suppressed, meta_int(never, i))) refuse(&ld, "out of memory");
@@ -4361,7 +4366,15 @@ static void piece_split(const char *rule, Char *ch, Char *end) {
 //   t  h  e  n    leaves 149  1  29  -    nodes 2, 3:   1  29    root   1: join h and e
 //   t  he    n    leaves 903 326  -  -    nodes 2, 3: 326   -    root 326: join he and n
 //   t  hen        leaves   -  -   -  -    no merge is "t hen": the ids of "t" and "hen" are 83 582
-// Returns the leaf, the cost above the 32 bits of i; UINT64_MAX: no part at i joins the next one.
+
+static uint32_t float_order(float x) {   // an integer that compares as x does
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    bool negative = bits >> 31;   // then larger bits are a smaller number
+    return bits ^ (negative ? UINT32_MAX : 0x80000000);
+}
+
+// Returns leaf i, the cost above the 32 bits of i; UINT64_MAX: no part at i joins the next one.
 static uint64_t pair_cost(Work *w, uint32_t i) {
     const Tokenizer *t = w->t;
     uint32_t a = w->part[i], b = i + a < w->n_text ? w->part[i + a] : 0, cost = 0;
@@ -4370,9 +4383,7 @@ static uint64_t pair_cost(Work *w, uint32_t i) {
     if (!a || !b) return UINT64_MAX;
     if (t->kind == TOKENIZER_SPM) {
         found = dictionary_find(&t->tokens, s, a + b);
-        float loss = found < 0 || !t->scores ? 0 : 0 - meta_float(t->scores, found);
-        memcpy(&cost, &loss, 4);   // as an integer that compares as the float does
-        cost ^= cost >> 31 ? UINT32_MAX : 0x80000000;
+        cost = float_order(found < 0 || !t->scores ? 0 : 0 - meta_float(t->scores, found));
     } else if (a + b < t->merges.longest) {
         memcpy(merge, s, a);
         merge[a] = ' ';
