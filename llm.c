@@ -13,24 +13,26 @@
 //   I    the model     base, types, prototypes, ops, forward, session, sampler, generate
 //   II   the file      GGUF, architectures, loading
 //   III  the others    what other families have: positions, gated attention, experts, the gated
-//                      delta rule, the state space, the short convolution, latent attention
+//                      delta rule, the state space, the short convolution, latent attention; and
+//                      how a session plans its memory
 //   IV   text          tokenizer, chat templates
-//   V    speed         threads, vectors, products, tiles, attention, AMX, the GPU
+//   V    speed         threads, products in tiles, attention, AMX, the GPU, the sampler's, guesses
 //   VI   main          the command line, conversations, modes; an appendix, Unicode
 //
 // Short names: n is the number of tokens in a call, pos the position of the first, l a layer, h a
 // head and hd its width, dim the width of the residual stream (the vector per token that all layers
-// add to), ff the width of a feed-forward network (FFN); m is a Model, c its Config, s a Session
-// (one conversation), w weights (a Layer, a Matrix, a Norm), e an Error. A shape lists its
-// outermost dimension first: x [n][dim] is n rows of dim floats. A prompt runs in chunks of tokens,
-// and row i of a chunk is token i's. The KV cache holds the keys and values of earlier tokens, so
-// that each is made only once.
+// add to), ff the width of a feed-forward network (FFN); m is a Model, c its Config (in the sampler
+// candidates), s a Session (one conversation), w weights (a Layer, a Matrix), e an Error. A shape
+// lists its outermost dimension first: x [n][dim] is n rows of dim floats. A prompt runs in chunks
+// of tokens, and row i of a chunk is token i's. The KV cache holds the keys and values of earlier
+// tokens, so that each is made only once.
 //
 // As a library: #define LLM_NO_MAIN, #include "llm.c" before any other header. A program calls
 //
 //   bool model_open(Model *, path, Error *)
 //       maps the file. The Model is read-only from then on: sessions may share it, but on an NVIDIA
-//       GPU each has a copy of the weights, and a CUDA context, which its calls leave current
+//       GPU each session has a copy of the weights, and a CUDA context, which its calls leave
+//       current
 //   bool session_open(Session *, const Model *, Options, Error *)
 //       a Session owns its threads, KV cache and scratch
 //   void session_close(Session *), model_close(Model *)
@@ -43,10 +45,11 @@
 //       draws the next id, as Options.sampling says
 //   bool session_generate(Session *, ids, n, n_predict, OnToken, Error *)
 //       evaluates ids, and hands out one id after the other of what follows them
-//   tokens_add, tokenize, detokenize, template_render: see Part IV
+//   tokens_add, tokenize, detokenize, template_render: see Part IV; free(ids.id) frees Tokens
 //
-// Only Part VI ends the program, and only Part VI prints. (Loading onto a GPU shows progress on a
-// terminal, and a GPU that fails says why on stderr.) A call takes less than 512 KB of stack.
+// But for asserts only Part VI ends the program, and only Part VI prints. (Loading onto a GPU shows
+// progress on a terminal, and a GPU that fails says why on stderr.) A call takes less than 512 KB
+// of stack.
 #undef _GNU_SOURCE    // a host's flags may define it, too
 #define _GNU_SOURCE   // Linux: memmem (templates, modes), strcasestr (tokenizer), sched_getaffinity
 #define _FILE_OFFSET_BITS 64   // sizes of files also where an address has 32 bits
@@ -67,7 +70,8 @@
 #endif
 #include "quant.h"             // weights in blocks of a few bits each
 #define INLINE QUANT_INLINE    // always inlined
-#define API static __attribute__((unused))   // what a program calls that includes this file
+#define UNUSED __attribute__((unused))   // perhaps; no warning then
+#define API static UNUSED      // what a program calls that includes this file
 
 // ==== Part I: the model =========================================================================
 
@@ -100,11 +104,11 @@ typedef struct { int32_t *id; size_t n, room; } Tokens;   // a list of ids that 
 //
 // A model is its numbers, a Config, and its weights: a Layer for each layer, and what comes before
 // the first layer and after the last. Part II fills them from a file, and checks all that Part I
-// relies on. Each type begins with what a Llama has (1 to 3). Skip what is below "other families":
-// in a Llama it changes nothing.
+// relies on. Each type begins with what a Llama has (Llama 1, 2 and 3). Skip what is below "other
+// families": in a Llama it changes nothing.
 
 enum { ROPE_HALVES, ROPE_PAIRS, ROPE_NONE };   // what makes a pair, see rope; a Llama: ROPE_PAIRS
-enum { NORM_RMS, NORM_LAYER, NORM_BARE };      // RMSNorm (a Llama); LayerNorm; without weights
+enum { NORM_RMS, NORM_LAYER, NORM_BARE };      // RMSNorm (a Llama); LayerNorm, or without weights
 enum { FULL, WINDOWED };   // a layer sees all of the session's window, or fewer tokens (Gemma 3)
 
 typedef struct {
@@ -112,7 +116,7 @@ typedef struct {
     int dim;                   // width of the residual stream
     int n_vocab;               // token ids that have a logit
     int n_ctx;                 // tokens of the longest text in training
-    int n_head, hd, vd;        // of layer 0, see Layer; other layers may differ
+    int n_head, hd, vd;        // what the file says of all layers; forward reads each Layer's own
     int n_rot[2];              // values of a head that RoPE turns: in FULL, in WINDOWED layers
     float rope_base[2];        // of RoPE's frequencies in these: often 10000 or more
     int norm;                  // NORM_RMS
@@ -177,7 +181,7 @@ typedef struct {
     int per_layer;             // width of each layer's own input; 0: none
 } Config;
 
-// A view of a weight matrix: a tensor, or the rows of one that hold q, an expert, ...
+// A view of a weight matrix: a tensor, or some rows of one (q of a fused q, k, v; an expert)
 typedef struct {
     const uint8_t *data;       // [rows] rows of cols weights; NULL: there is none
     int type;                  // of the weights, as ggml (llama.cpp's library) numbers the formats
@@ -284,19 +288,19 @@ typedef struct {               // no defaults: all 0 is greedy
     int top_k;                 // 0: off
     float top_p;               // 1: off; 0: the best alone
     float min_p;               // 0: off
-    float repeat_penalty;      // 1: off
+    float repeat_penalty;      // 0, 1: off
     int repeat_last_n;         // tokens that the penalty sees, the prompt's too; 0: none, -1: all
     uint64_t seed;
 } Sampling;
 
-// Guesses (speculative decoding, section 40): up to FEW - 1 guessed tokens run through the model in
-// one pass with the last token. In such a pass each token gets the bits that it would get alone, so
-// guesses never change the text.
+// Guesses (speculative decoding, section 40): up to FEW tokens, the last one and guesses of those
+// to come, run through the model in one pass. Each gets the bits that it would get if it ran alone,
+// so guesses never change the text.
 enum { FEW = 8 };
 
 typedef struct {               // 0: the default, here in brackets
     int window;                // tokens that a query sees, itself included (n_ctx, at most 4096)
-    int keep;                  // the first `keep` tokens stay in sight of FULL layers (0)
+    int keep;                  // the first `keep` tokens stay in sight, but of smaller windows (0)
     int chunk;                 // tokens of the prompt that run at once (512; on a GPU more)
     int threads;               // (all CPUs)
     int draft;                 // most tokens that are guessed at once, at most FEW - 1 (0: none)
@@ -339,8 +343,8 @@ typedef struct Session {
     // what forward works on, for its row functions (section 4)
     const int32_t *ids;        // [n] tokens of the chunk
     int n, pos, l;             // how many; position of the first; layer
-    // its buffers, for the n tokens of a chunk; those of attention, of the FFN, and of the logits
-    // share bytes
+    // its buffers, for the n tokens of a chunk. Attention's, the FFN's and the logits' are never in
+    // use together, so these three groups lie in the same memory
     float *x;                  // [n][dim] the residual stream
     float *normed;             // [n][dim] the normed copy of x that attention or the FFN reads
     float *out;                // [n][dim] what attention or the FFN adds to x
@@ -353,10 +357,10 @@ typedef struct Session {
     double *freq[2];           // [n_rot/2] radians per position
     float rope_mag[2];         // a factor of the cosines and sines: 1 in a Llama
     Arena op_scratch;          // of matmul and attention
-    struct Best *best;         // the sampler's, see session_best
-    size_t n_best;             // so many rows of logits have their `best` from a GPU
 
-    // -- guesses, section 40 --
+    // -- a short way for the sampler, section 39; guesses, section 40 --
+    struct Best *best;         // the largest of each 256 logits, see session_best
+    size_t n_best;             // so many rows of logits have their `best` from a GPU
     int32_t *index;            // [n_index] positions; those up to n_indexed have been entered
     int n_index, n_indexed;
     int guesses;               // the last tokens of the chunk that are only guessed
@@ -385,9 +389,9 @@ typedef struct Session {
 
 // ---- 4. what other parts provide to forward ----
 
-// A row function does a step of forward for row i of a chunk; arg is what the step reads, a Norm or
-// a Layer. RowFn is a function's type: `static RowFn f` declares f. each_row calls one for i = 0 ..
-// n-1, on all threads.
+// A row function does a step of forward for row i of a chunk; arg is what the step reads, a Norm, a
+// Layer or NULL. RowFn is a function's type: `static RowFn f` declares f. each_row calls one for i
+// = 0 .. n-1, on all threads.
 typedef void RowFn(Session *s, const void *arg, size_t i);
 static void each_row(Session *s, RowFn *fn, const void *arg, int n);
 
@@ -400,13 +404,13 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
 // Rows of numbers
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 static inline float exp_fast(float x);   // e^x, relative error 1e-7; 0 below -87.7, inf above 88.4
-// the sum of x[i] - mean, or of its squares, in 16 partial sums, so that it becomes vector code
+// the sum of x[i] - mean or, if `squares`, of its squares, in 16 partial sums: it is vector code
 static float sum16(const float *x, int n, float mean, bool squares);
-// Numbers of a value v [n] that are not finite become 0, and its key NaN: so only queries that see
-// the row get a NaN. (Part V multiplies rows that a query does not see by 0, and 0 * NaN is NaN.)
+// Part V multiplies values that a query does not see by 0, and 0 * NaN is NaN. So in a value v [n]
+// what is not finite becomes 0, and its key NaN: only queries that see the row get a NaN.
 static void cache_finite(uint16_t *v, int n, uint16_t *key);
 
-// Other families: functions of Part III that do nothing in a Llama, like all that end in "_more"
+// Functions of Part III that do nothing in a Llama; so do all whose names end in "_more"
 static void embed_more(Session *s, float *x, size_t i);
 static void make_layer_inputs(Session *s), keep_states(Session *s);
 static bool other_layer(Session *s);   // forward_layer for other families; false: it is a Llama's
@@ -426,7 +430,7 @@ static void norm(float *out, const float *x, int n, const Norm *p, int kind, flo
         float mean = kind == NORM_RMS ? 0 : sum16(x, group, 0, false) / group;
         float scale = 1 / sqrtf(sum16(x, group, mean, true) / group + eps);
         for (int i = 0; i < group; i++) out[i] = (x[i] - mean) * scale;
-        int at = p->n ? start % p->n : 0;   // the group's first weight; n 0: there are no weights
+        int at = p->n ? start % p->n : 0;   // its first weight: groups may share them, or have none
         if (p->w)
             for (int i = 0; i < group; i++) out[i] *= p->w[at + i];
         if (p->b)
@@ -473,8 +477,8 @@ static void matrix_row(const Matrix *w, int64_t r, float *out) {
 //
 // Attention and the FFN read s->normed, and leave in s->out what is added to the stream. Products
 // and attention run for all n tokens at once, the other steps token by token: a row function each.
-// What forward calls stands below it, in the order of use. A family's name beside a line says for
-// whom the line is there: it changes nothing in a Llama.
+// What these two functions call stands below them, in the order of use. A family's name beside a
+// line says for whom the line is there: it changes nothing in a Llama.
 
 static RowFn embed_row, angles_row, norm_row, qkv_row, swiglu_row, add_row;
 static void forward_layer(Session *s), attention_block(Session *s), attend(Session *s);
@@ -512,18 +516,16 @@ static void forward_layer(Session *s) {   // the chunk passes layer s->l
     each_row(s, add_row, NULL, n);
 }
 
-static void embed_row(Session *s, const void *arg, size_t i) {   // x = the token's embedding
+static void embed_row(Session *s, UNUSED const void *arg, size_t i) {   // x = the token's embedding
     float *x = s->x + i * s->m->config.dim;
-    (void)arg;
     matrix_row(&s->m->embd, s->ids[i], x);
     embed_more(s, x, i);   // Gemma, GPT-2, BERT, BLOOM
 }
 
 // the cosines and sines of a token's position, for FULL layers and for WINDOWED ones (which a Llama
 // does not have: its n_rot[WINDOWED] is 0)
-static void angles_row(Session *s, const void *arg, size_t i) {
+static void angles_row(Session *s, UNUSED const void *arg, size_t i) {
     const int *n_rot = s->m->config.n_rot;
-    (void)arg;
     for (int kind = FULL; kind <= WINDOWED; kind++) {
         float *turn = s->angles[kind] + i * n_rot[kind];
         for (int j = 0; j < n_rot[kind] / 2; j++) {
@@ -552,9 +554,9 @@ static void attention_block(Session *s) {   // out = o * attention(q, k, v of no
 }
 
 // The row of a position in the cache. A layer's KV cache is `keep` pinned rows, and a ring of rows
-// for the window and one chunk: so writing a chunk overwrites no row that one of its own queries
-// must still see. A row stores its position, which alone decides who sees the row. With 2 pinned
-// rows, and a ring of 6 for a window of 4 and a chunk of 2, at position 9:
+// for the window and one chunk (or FEW, if that is more): so writing a chunk overwrites no row that
+// one of its own queries must still see. A row stores its position, which alone decides who sees
+// the row. With 2 pinned rows, and a ring of 6 for a window of 4 and 2 more tokens, at position 9:
 //
 //   row    0 1 | 2 3 4 5 6 7
 //   pos    0 1 | 8 9 4 5 6 7
@@ -620,6 +622,12 @@ static void attend(Session *s) {   // s->att = attention of s->q over the layer'
     attention(s->pool, &s->op_scratch, &a);
 }
 
+static void add_row(Session *s, UNUSED const void *arg, size_t i) {   // x += out
+    int dim = s->m->config.dim;
+    float *x = s->x + i * dim, *out = s->out + i * dim;
+    for (int j = 0; j < dim; j++) x[j] += out[j];
+}
+
 static void ffn(Session *s) {   // out = down * (silu(gate) * up)
     const Layer *w = &s->m->layers[s->l];
     Matmul in[] = {{&w->gate, s->normed, s->gate, s->n}, {&w->up, s->normed, s->up, s->n}};
@@ -632,13 +640,6 @@ static void swiglu_row(Session *s, const void *arg, size_t i) {   // up = silu(g
     const Layer *w = arg;
     float *gate = s->gate + i * w->ff, *up = s->up + i * w->ff;
     swiglu(up, gate, up, w->ff);
-}
-
-static void add_row(Session *s, const void *arg, size_t i) {   // x += out
-    int dim = s->m->config.dim;
-    float *x = s->x + i * dim, *out = s->out + i * dim;
-    (void)arg;
-    for (int j = 0; j < dim; j++) x[j] += out[j];
 }
 
 // s->logits [n][n_vocab] = output * norm(x) of n <= LOGIT_ROWS rows of the last chunk, from row
@@ -660,7 +661,7 @@ static size_t output_step(const Matrix *w) { return w->out_step ? w->out_step : 
 // out [n][rows] = scale * x [n][cols] * transposed w [rows][cols] + bias. A row of weights is
 // unpacked once for all n tokens, which is why a prompt runs in chunks. row [cols] is scratch.
 // (Part V's products first round x to int8 where weights are blocks, as ggml does: section 29.)
-static void plain_matmul(const Matmul *job, float *row) {
+static UNUSED void plain_matmul(const Matmul *job, float *row) {
     const Matrix *w = job->w;
     float scale = w->scale ? *w->scale : 1;
     for (int64_t r = 0; r < w->rows; r++) {
@@ -700,7 +701,7 @@ static void plain_head(const Attention *a, int i, int h, float *score) {
     const float *q = a->q + at * a->hd;
     const uint16_t *k = a->k + kv * a->rows * a->hd, *v = a->v + kv * a->rows * a->v_step;
     float *out = a->out + at * a->vd;
-    float top = a->sinks ? a->sinks[h] : -FLT_MAX, sum = 0;   // not -inf: inf - inf is a NaN
+    float top = a->sinks ? a->sinks[h] : -FLT_MAX, sum = 0;   // not -inf, because inf - inf is NaN
     for (int r = 0; r < a->rows; r++, k += a->hd) {
         float dot = 0;
         for (int j = 0; j < a->hd; j++) dot += q[j] * quant_f16_to_f32(k[j]);
@@ -719,7 +720,7 @@ static void plain_head(const Attention *a, int i, int h, float *score) {
     for (int j = 0; j < a->vd; j++) out[j] /= sum;
 }
 
-static __attribute__((unused)) void plain_attention(const Attention *a, float *score) {
+static UNUSED void plain_attention(const Attention *a, float *score) {
     for (int i = 0; i < a->n; i++)
         for (int h = 0; h < a->n_head; h++) plain_head(a, i, h, score);
 }
@@ -727,8 +728,8 @@ static __attribute__((unused)) void plain_attention(const Attention *a, float *s
 // ---- 8. session ----
 
 // Memory (section 23). A plan takes zeroed buffers from an arena; place_plan runs the plan twice,
-// to count the bytes and to place the buffers. plan_scratch learns what matmul and attention take
-// by dry runs of forward: while op_scratch has no memory, they only count, each_row does nothing.
+// to count the bytes and to place the buffers. What matmul and attention take depends on all
+// layers: plan_scratch first runs forward without memory, when they only count, and no row is read.
 typedef void Plan(Session *s, Arena *a);
 static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e);
 static Plan plan_caches, plan_scratch;   // of the KV caches; of forward's buffers
@@ -737,34 +738,33 @@ static int count_cpus(void);           // how many threads this process should u
 static Pool *pool_open(int threads);   // NULL: they cannot be started
 static void pool_close(Pool *p);       // p may be NULL
 
-// A GPU (metal.c) runs the model, perhaps without its first FFNs, on a Session's buffers. False:
-// there is none, or it failed, and the CPU does the work. gpu_forward also makes the logits of up
-// to LOGIT_ROWS tokens of the chunk, from `first` on.
+// A GPU (metal.c) runs the model on a Session's buffers; if its memory is too small, the CPU runs
+// some FFNs. These return false if there is no GPU, or it failed: then the CPU does the work.
+// gpu_forward also makes the logits of up to LOGIT_ROWS tokens of the chunk, from `first` on.
 static int gpu_attach(Session *s);   // sets s->gpu; returns the GPU's default chunk; 0: no GPU
 static void gpu_open(Session *s), gpu_close(Session *s);   // gpu_open: the buffers are there
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
-static void gpu_store(Session *s, bool states);   // after the CPU wrote positions, and states
+static void gpu_store(Session *s, bool states);   // to the GPU: positions in caches, and states
 
+// Part III, for guesses and for models with a recurrent state, or with other limits
 struct Request;
 static int reusable(const Session *s, int p);   // how many of the first p tokens can stay cached?
-// returns the length of the chunk at p; recurrent models save their states before a prompt ends
-static int next_chunk(Session *s, const struct Request *r, int p, bool prompt);
-// divides frequencies by Model.freqs; returns the factor of cosines and sines, 1 in a Llama
-static float rope_scaling(const Model *m, int kind, int session_window, double *freq);
-static const float *hidden_rows(Session *s, int first, int n, Error *e);   // norm(x) (--embed)
-// nothing in a Llama, but for guesses
-static void limit_options(Session *s), forget_more(Session *s, int p), chunk_seen(Session *s);
+static int next_chunk(Session *s, const struct Request *r, int p, bool prompt);   // its length
+static void chunk_seen(Session *s), forget_states(Session *s, int p), limit_options(Session *s);
 static bool check_more(const Session *s, int n, Error *e);   // can the model run n tokens?
+static const float *hidden_rows(Session *s, int first, int n, Error *e);   // norm(x) (--embed)
+// slows frequencies down where the file says so; returns the factor of cosines and sines
+static float rope_scaling(const Model *m, int kind, int session_window, double *freq);
 
 // forgets positions p and later
 static void session_truncate(Session *s, int p) {
-    forget_more(s, p);
+    forget_states(s, p);
     for (int l = 0; l < s->n_cache; l++)
         for (int i = 0; i < s->cache[l].rows; i++)
             if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
     s->history.n = p;
-    gpu_store(s, p == 0);   // at 0 forget_more cleared the states, too
+    gpu_store(s, p == 0);   // from 0 on the states are cleared, too
 }
 
 API void session_close(Session *s) {
@@ -812,14 +812,14 @@ API bool session_open(Session *s, const Model *m, Options o, Error *e) {
     return true;
 }
 
-// What to evaluate: a text, ids [n]. Each of its tokens from..n-1 gets a row, the logits [n_vocab]
-// of what follows the token. Rows are made in s->logits, LOGIT_ROWS at a time; fn, unless NULL, is
-// given each in order, and returns false to stop.
+// What to evaluate: a text, ids [n]. Each of its tokens from..n-1 gets a row: the logits [n_vocab]
+// of what follows the token or, if `hidden`, its normed residual stream [dim] (for an embedding).
+// LOGIT_ROWS rows are made at once; fn, unless NULL, gets each in order, and returns false to stop.
 typedef bool OnRow(void *ctx, int i, const float *row);   // i: the token's position
 typedef struct Request {
     const int32_t *ids;
     int n, from;
-    bool hidden;   // for an embedding: a row is the token's normed residual stream [dim]
+    bool hidden;
     OnRow *fn;
     void *ctx;
     bool exact;    // a row with any NaN is an error, and not only one that is all NaN
@@ -830,19 +830,20 @@ static bool check_ids(const Session *s, const int32_t *ids, int n, Error *e);
 static int session_reuse(Session *s, const Request *r);
 static bool give_rows(Session *s, const Request *r, int pos, int n, int first, bool gpu, Error *e);
 
-// Evaluates a text chunk by chunk, but for the tokens whose rows the caches hold.
+// Evaluates a text chunk by chunk, but for the tokens that the caches hold.
 static bool session_run(Session *s, Request r, Error *e) {
     bool own = r.ids == s->history.id;   // session_generate writes new ids behind the history
     if (!check_ids(s, r.ids, r.n, e)) return false;
     if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
     if (own) r.ids = s->history.id;      // realloc may have moved it
     int n, reused = session_reuse(s, &r);
-    bool prompt = !own && r.n - reused > 1;
+    bool prompt = !own && r.n - reused > 1;      // the caller's text, with more than one new token
     for (int p = reused; p < r.n; p += n) {
         n = next_chunk(s, &r, p, prompt);        // s->o.chunk, or as many as are left
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
-        int first = r.from > p ? smaller(r.from - p, n) : 0;   // in the chunk, with a row; n: none
-        bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);
+        // the first token of the chunk that gets a row; n: no token does
+        int first = r.from > p ? smaller(r.from - p, n) : 0;
+        bool gpu = gpu_forward(s, r.ids + p, n, p, r.hidden ? n : first);   // n: no logits
         if (!gpu) forward(s, r.ids + p, n, p);
         memmove(s->history.id + p, r.ids + p, n * sizeof *r.ids);
         s->history.n = p + n;
@@ -883,11 +884,10 @@ static int session_reuse(Session *s, const Request *r) {
 // Fails if the row [n] of token i has nothing but NaN or, if exact, any NaN.
 static bool check_row(const float *row, size_t n, bool exact, int i, Error *e) {
     size_t k = 0;
-    if (exact) while (k < n && !isnan(row[k])) k++;   // to the first NaN
-    else while (k < n && isnan(row[k])) k++;          // to the first number
-    if (exact ? k == n : k < n) return true;
-    return fail(e, "at token %d the model yields %s NaN: its weights may be damaged", i,
-                exact ? "a" : "nothing but");
+    while (k < n && !isnan(row[k]) == exact) k++;   // over numbers, if exact; else over NaNs
+    bool good = exact ? k == n : k < n;
+    return good || fail(e, "at token %d the model yields %s NaN: its weights may be damaged", i,
+                        exact ? "a" : "nothing but");
 }
 
 // Makes the rows of a chunk of n tokens at pos, from row `first` on, LOGIT_ROWS at a time, and
@@ -896,9 +896,10 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
     size_t width = r->hidden ? s->m->config.dim : s->m->config.n_vocab;
     for (int i = first; i < n; i += LOGIT_ROWS, gpu = false) {
         int rows = smaller(n - i, LOGIT_ROWS);
-        const float *row = s->logits;
-        if (r->hidden && !(row = hidden_rows(s, i, rows, e))) return false;   // --embed
-        if (!r->hidden && !gpu && !gpu_logits(s, i, rows)) output_logits(s, i, rows);
+        const float *row = r->hidden ? hidden_rows(s, i, rows, e) : s->logits;
+        if (!row) return false;
+        bool made = r->hidden || gpu || gpu_logits(s, i, rows);
+        if (!made) output_logits(s, i, rows);
         for (int k = 0; k < rows; k++, row += width) {
             int token = pos + i + k;
             bool guess = token >= r->n - r->guesses;
@@ -925,17 +926,18 @@ typedef struct {
     float penalty;
 } Draw;
 
-// Section 39 sorts. sort_top brings the k best candidates to the front, in order; sort_share brings
+// In section 39. sort_top brings the k best candidates to the front, in order; sort_share brings
 // there as many as it takes for their weights, exp(logit - best), to reach `enough`.
-// sample_candidates makes candidates, in the order of ids and with their own logits, of all ids
-// that may be among the k best (k 0: all) once recent and banned ones lose, and returns how many.
+// sample_candidates makes candidates of the k best ids, once recent and banned ones will have lost,
+// and of a few more (k 0: of all), in the order of ids, with their own logits; returns how many.
 static void sort_top(Candidate *c, size_t n, size_t k);
 static void sort_share(Candidate *c, size_t n, double enough);
 static size_t sample_candidates(Candidate *c, const Draw *d, int k);
 static Candidate *find_candidate(Candidate *c, size_t n, int32_t id);   // NULL: it is none
 static const struct Best *session_best(Session *s, const float *logits);   // for Draw
 
-// A positive logit is divided by the penalty, a negative one multiplied; INFINITY leaves nothing.
+// A positive logit is divided by the penalty, a negative one multiplied. Banned ids have the
+// penalty INFINITY, which makes any logit -INFINITY.
 static float lowered(float logit, float penalty) {
     if (penalty == INFINITY || isnan(logit)) return -INFINITY;
     return logit * (logit > 0 ? 1 / penalty : penalty);
@@ -1011,7 +1013,8 @@ static int32_t sample(const Sampling *o, Candidate *c, const Draw *d, uint64_t *
     double total, sum;
     bool greedy = o->temp < 1e-30f;   // 0, or so small that logits / temp overflow
     int k = greedy ? 1 : o->top_k;
-    size_t n = sample_candidates(c, d, d->penalty < 1 ? 0 : k);   // below 1 logits may rise
+    // a penalty below 1 raises logits, and might bring in an id that is not among the k best now
+    size_t n = sample_candidates(c, d, d->penalty < 1 ? 0 : k);
     sample_penalty(c, n, d->logits, d->recent, d->penalty);
     sample_penalty(c, n, d->logits, d->banned, INFINITY);
     if (!greedy) sample_temperature(c, n, o->temp);
@@ -1026,11 +1029,12 @@ static int32_t sample(const Sampling *o, Candidate *c, const Draw *d, uint64_t *
 
 API int32_t session_sample(Session *s, const float *logits) {
     const Sampling *o = &s->o.sampling;
-    size_t n = o->repeat_penalty == 1 ? 0 : o->repeat_last_n;   // -1 is more than there can be
+    float penalty = o->repeat_penalty > 0 ? o->repeat_penalty : 1;
+    size_t n = penalty == 1 ? 0 : o->repeat_last_n;   // -1, all, is the largest size_t
     Tokens recent = s->history;
     if (n < recent.n) recent = (Tokens){recent.id + recent.n - n, n, n};
     Draw d = {logits, s->m->config.n_vocab, session_best(s, logits), recent, s->m->suppressed,
-              o->repeat_penalty};
+              penalty};
     return sample(o, s->candidates, &d, &s->rng);
 }
 
@@ -3176,7 +3180,8 @@ static void delta_conv(Session *s, const void *arg, size_t call) {
 // projections make g and b. After the rule o passes a norm and a gate z.
 
 // In some tensors of Qwen3-Next the rows of one key head follow those of another. Copies them into
-// the order of other files: part 0 of all heads, part 1, ... rows: how many rows of a head each has.
+// the order of other files: part 0 of all heads, part 1, ... rows: how many rows of a head each
+// has.
 static Matrix load_interleaved(Loader *ld, const char *name, const int *rows, int parts) {
     int n_key = ld->m->config.n_key, dim = ld->m->config.dim, each = 0;   // each: rows of a head
     for (int k = 0; k < parts; k++) each += rows[k];
@@ -3303,7 +3308,7 @@ static HeadInputs head_inputs(const Session *s, const Layer *w, int h, int t) {
 typedef struct { size_t i; float *state; int t, end; } Strip;   // its number; tokens t .. end-1
 
 // The rule in plain loops, on a strip of S. A state space does not ask.
-static __attribute__((unused)) void plain_memory(Session *s, const Layer *w, Strip a) {
+static UNUSED void plain_memory(Session *s, const Layer *w, Strip a) {
     const Config *c = &s->m->config;
     int strips = delta_strips(c), h = a.i / strips, first = a.i % strips * DELTA_ROWS, dk = c->dk;
     bool asks = w->mixer == MIX_DELTA;
@@ -3976,7 +3981,7 @@ static int reusable(const Session *s, int p) {
 
 // The states of recurrent layers cannot be cut back: they are cleared, or become the snapshot,
 // which was made at position p.
-static void forget_more(Session *s, int p) {
+static void forget_states(Session *s, int p) {
     bool all = p == 0;
     assert(!s->n_recurrent || all || p == s->saved_pos);
     nextn_follow(s, s->history.id, p);
@@ -6282,7 +6287,6 @@ API bool template_render(Str template, const ChatMessage *messages, size_t n_mes
 
 #include <pthread.h>
 #include <stdatomic.h>
-#define UNUSED __attribute__((unused))   // in some builds
 
 // ---- 26. the machine ----
 
@@ -9701,10 +9705,9 @@ static bool run_chat(Cli *cli) {
     return ok;
 }
 
-static bool write_row(void *ctx, int i, const float *logits) {
+static bool write_row(void *ctx, UNUSED int i, const float *logits) {
     Cli *cli = ctx;
     size_t n = cli->m.config.n_vocab;
-    (void)i;
     return fwrite(logits, sizeof *logits, n, cli->out.f) == n;
 }
 
