@@ -2229,6 +2229,8 @@ static bool block_idle(Loader *ld, const Tensor *t, int l) {
 static void check_tensors(Loader *ld) {
     const Gguf *g = ld->m->gguf;
     const Config *c = &ld->m->config;
+    bool experts = false;   // has a layer some?
+    for (int l = 0; l < c->n_layer; l++) experts |= ld->m->layers[l].router.data != NULL;
     for (const Tensor *t = g->tensors; t < g->tensors + g->n_tensors && ld->ok; t++) {
         Str rest = t->name;
         int l = str_cut(&rest, "blk.") ? atoi(rest.s) : -1;
@@ -2242,12 +2244,11 @@ static void check_tensors(Loader *ld) {
     }
     for (size_t i = 0; i < COUNT(NEEDS) && ld->ok; i++) {
         bool found = !find_str((Str){c->name, strlen(c->name)}, NEEDS[i].archs);
-        if (strstr(NEEDS[i].name, "exp") && !c->n_used) found = true;   // no layer has experts
+        if (strstr(NEEDS[i].name, "exp") && !experts) found = true;
         for (int l = -1; l < c->n_layer && !found; l++)
             found = layer_tensor(ld, l, NEEDS[i].name, "");
         const char *idle = ld->m->nextn_idle.text;   // it may be why
-        if (!found && *idle) refuse(ld, "tensor %s is missing; %s", NEEDS[i].name, idle);
-        if (!found) refuse(ld, "tensor %s is missing", NEEDS[i].name);
+        if (!found) refuse(ld, "tensor %s is missing%s%s", NEEDS[i].name, *idle ? "; " : "", idle);
     }
 }
 
