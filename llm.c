@@ -12,9 +12,7 @@
 //
 //   I    the model     base, types, prototypes, ops, forward, session, sampler, generate
 //   II   the file      GGUF, architectures, loading
-//   III  the others    what other families have: positions, gated attention, experts, the gated
-//                      delta rule, the state space, the short convolution, latent attention; and
-//                      how a session plans its memory
+//   III  the others    experts, recurrent layers, latent attention, ...; a session's memory
 //   IV   text          tokenizer, chat templates
 //   V    speed         threads, products in tiles, attention, AMX, the GPU, the sampler's, guesses
 //   VI   main          the command line, conversations, modes; an appendix, Unicode
@@ -2117,7 +2115,11 @@ static void load_window(Loader *ld, Layer *w) {
     if (a->flags & LOCAL_ROPE && windows && !local && !first) w->rope = ROPE_NONE;
 }
 
-// Loads layer ld->l: its numbers and norms, the attention or another mixer of tokens, the FFN.
+// Loads layer ld->l: its numbers and norms, what mixes tokens, the FFN. A layer has
+//
+//   most models   attention (n_kv > 0) and an FFN or experts (up)
+//   hybrids       attention or a recurrent mixer, in Falcon-H1 both; and an FFN or experts
+//   Nemotron-H    one of these alone
 static void load_layer(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Arch *a = ld->arch;
