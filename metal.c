@@ -488,7 +488,7 @@ static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {
     cuda_copy(g, device_address(g, to), device_address(g, from), bytes);
 }
 
-static void device_keep(Gpu *g) { (void)g; }   // its memory is its own
+static void device_keep(UNUSED Gpu *g) {}   // its memory is its own
 #else
 // ---- 3. Apple: Objective-C, by hand ----
 //
@@ -609,7 +609,7 @@ static bool device_open(Gpu *g) {   // also compiles the kernels
     return d->library || metal_fail(g, "kernels.metal", error);   // error is also set by warnings
 }
 
-static size_t device_room(Gpu *g) { return (void)g, SIZE_MAX; }   // it is the host's
+static size_t device_room(UNUSED Gpu *g) { return SIZE_MAX; }   // it is the host's
 
 static void device_release(Gpu *g) {   // releases variants and buffers
     for (int i = 0; i < g->n_pipelines; i++) send(release, g->pipeline[i].state);
@@ -627,9 +627,8 @@ static void device_close(Gpu *g) {
     free(d);
 }
 
-static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages
+static bool device_buffer(Gpu *g, Shared *s, UNUSED bool filled) {   // in whole pages
     size_t page = sysconf(_SC_PAGESIZE);
-    (void)filled;
     s->size = (s->size + page - 1) / page * page;
     if (s->size > g->longest) return false;
     s->buffer = send(share_pages, g->device->device, s->base, s->size, MTLStorageModeShared, NULL);
@@ -685,13 +684,10 @@ static void device_begin(Gpu *g) {   // one more command buffer
     else gpu_fail(g, "no command encoder", NULL);
 }
 
-static bool device_again(Gpu *g, int place, uint64_t key) {
-    return (void)g, (void)place, (void)key, false;
-}
+static bool device_again(UNUSED Gpu *g, UNUSED int place, UNUSED uint64_t key) { return false; }
 
-static bool device_fetch(Gpu *g, void *p, size_t bytes) {
+static bool device_fetch(Gpu *g, UNUSED void *p, UNUSED size_t bytes) {
     Device *d = g->device;
-    (void)p, (void)bytes;
     metal_commit(g);
     for (int i = 0; i < d->n_commands; i++) {
         send(wait, d->commands[i]);
@@ -724,8 +720,8 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
     send(dispatch, encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
 }
 
-static void device_send(Gpu *g, const void *p, size_t n) { (void)g, (void)p, (void)n; }
-static void device_often(Gpu *g, void *p, size_t n) { (void)g, (void)p, (void)n; }
+static void device_send(UNUSED Gpu *g, UNUSED const void *p, UNUSED size_t bytes) {}
+static void device_often(UNUSED Gpu *g, UNUSED void *p, UNUSED size_t bytes) {}
 
 static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {   // in its own encoder
     Device *d = g->device;
@@ -845,20 +841,18 @@ static const Epilogue STORE = {.kind = EPILOGUE_STORE, .factor = 1};
 // rows of floats, and the RMSNorm that gemv is still to apply to them, or NULL
 typedef struct { const float *x; const Norm *norm; } Input;
 
-// Rows may begin at any byte. We bind the multiple of 16 before them, and pass the difference.
-static const void *matrix_base(const Matrix *w) { return w->data - (uintptr_t)w->data % 16; }
-
 // Binds w as buffer i and its bias as buffer bias + i (NO_BIAS: one that the kernel does not have),
-// and sets its arguments and constants. With `experts`, w is the first expert's matrix, and the
-// kernel reads a factor for each expert.
+// and sets its arguments and constants. Rows may begin at any byte: the multiple of 16 before them
+// is bound, and the kernel gets the difference. With `experts`, w is the first expert's matrix, and
+// the kernel reads a factor for each expert.
 enum { NO_BIAS = MAX_BOUND - 4 };
 static void bind_matrix(Dispatch *d, struct kernel_matrix *to, int i, const Matrix *w, int bias,
                         bool experts) {
-    int row = quant_row_bytes(w->type, w->cols);
+    int row = quant_row_bytes(w->type, w->cols), start = (uintptr_t)w->data % 16;
     float scale = w->scale && !experts ? *w->scale : 1;
-    to[i] = (struct kernel_matrix){(uintptr_t)w->data % 16, row, w->rows, scale, w->step,
-                                   w->step / row, output_step(w), 0};   // as in matrix_expert
-    d->bound[i] = matrix_base(w);
+    to[i] = (struct kernel_matrix){start, row, w->rows, scale, w->step, w->step / row,
+                                   output_step(w), 0};   // as in matrix_expert
+    d->bound[i] = w->data - start;
     d->bound[bias + i] = w->bias;
     d->constant[C_FORMAT_0 + i] = w->type;
     d->constant[C_BIASES] |= (w->bias != NULL) << i;
@@ -888,8 +882,9 @@ static void run_norm(Session *s, const float *x, const Norm *w, int kind, int co
     if (!w) w = &none;
     struct norm_args a = {.cols = cols, .groups = w->n > cols ? w->n / cols : 1,
                           .eps = w->eps > 0 ? w->eps : s->m->config.eps, .factor = e.factor,
-                          .scale = e.scale != 0 ? e.scale : 1, .step = e.step ? e.step : cols,
-                          .ring = e.from || e.to ? s->o.chunk : 0, .from = e.from, .to = e.to};
+                          .scale = e.scale != 0 ? e.scale : 1, .from = e.from, .to = e.to,
+                          .step = e.step ? e.step : cols,
+                          .ring = e.from || e.to ? s->o.chunk : 0};
     run_kernel(s, a, "norm", {x, w->w, w->b, e.other, y, s->gpu->now}, 6, n,
                threads_for(div_up(cols, 4), NORM_THREADS), NORM_FLOATS,
                {[C_NORMED] = bits, [C_CENTRED] = kind != NORM_RMS,
@@ -1039,9 +1034,8 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
     cut_rows(p, a, lane_groups, small ? RING_PIECE / 2 : RING_PIECE);
     plan_ring(g, a, 1, per_token, lane_groups, room);
     if (!a->few) room = g->room;
-    plan_ring(g, a, 1, per_token, lane_groups, room);
-    if (!a->few) return 0;   // nor do several take it then
     RingPlan plan = plan_ring(g, a, p->n, per_token, lane_groups, room);
+    if (!a->few) return 0;
     assert(!d->constant[C_NORMED] || a->inputs <= FEW);   // squares has room for these
     a->outputs = p->experts ? a->few * a->each : 1;
     if (p->experts) rows *= a->few;
@@ -1283,11 +1277,9 @@ static void run_attention(Session *s, const Layer *w, int n) {
                     (size_t)n * spread_groups(w, heads) * spread.slices, nsg * SIMD_LANES,
                     attention_floats(heads, w->hd, w->vd, nsg, lanes));
     if (spread.slices == 1 || merges) return;
-    Dispatch merge = {
-        .bound = {q, g->now, w->sinks, g->parts, s->att},
-        .constant = {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_GATED] = q != s->q}};
-    run_stretch(g, &merge, &a, "attention_merge", 0, 4,
-                div_up(n * w->n_head * w->vd, MERGE_THREADS), MERGE_THREADS, 0);
+    run_kernel(s, a, "attention_merge", {q, g->now, w->sinks, g->parts, s->att}, 5,
+               div_up(n * w->n_head * w->vd, MERGE_THREADS), MERGE_THREADS, 0,
+               {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_GATED] = q != s->q});
 }
 
 // x[n] times gates in s->z, each of which serves `each` numbers
@@ -1316,8 +1308,7 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
     run_kernel(s, a, "latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
                                     s->angles[w->window ? WINDOWED : FULL], s->gpu->now}, 8,
                UNITS(n * (w->n_head + 1)), 0,
-               {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd,
-                [C_PAIRING] = w->rope});
+               {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_PAIRING] = w->rope});
 }
 
 // x[n][n_head][width] times gates, which are a product of their own and go to s->z
@@ -1869,7 +1860,6 @@ static void gpu_store(Session *s, bool states) {
 
 static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
     if (!s->gpu || !DEVICE_COPIES) return false;   // all memory is the host's, too
-    device_begin(s->gpu);
     device_copy(s->gpu, to, from, bytes);
     return device_wait(s->gpu);
 }
