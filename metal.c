@@ -833,8 +833,8 @@ static const Epilogue STORE = {.kind = EPILOGUE_STORE, .factor = 1};
 typedef struct { const float *x; const Norm *norm; } Input;
 
 // Binds w and its bias as buffers i and bias + i (NO_BIAS: which no kernel has), and sets arguments
-// and constants. Rows may begin at any byte: the multiple of 16 before them is bound, and the kernel
-// gets the difference. `experts`: w is the first one's, and the kernel reads a factor for each.
+// and constants. Rows may begin at any byte: the multiple of 16 before them is bound, and kernels
+// get the difference. `experts`: w is the first one's, and kernels read a factor for each.
 enum { NO_BIAS = MAX_BOUND - 4 };
 static void bind_matrix(Dispatch *d, struct kernel_matrix *to, int i, const Matrix *w, int bias,
                         bool experts) {
