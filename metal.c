@@ -874,7 +874,7 @@ static void run_norm(Session *s, const float *x, const Norm *w, int kind, int co
                           .eps = w->eps > 0 ? w->eps : s->m->config.eps, .factor = e.factor,
                           .scale = e.scale != 0 ? e.scale : 1, .from = e.from, .to = e.to,
                           .step = e.step ? e.step : cols,
-                          .ring = e.from || e.to ? s->o.chunk : 0};
+                          .states = e.from || e.to ? s->o.chunk : 0};
     run_kernel(s, a, "norm", {x, w->w, w->b, e.other, y, s->gpu->now}, 6, n,
                threads_for(div_up(cols, 4), NORM_THREADS), NORM_FLOATS,
                {[C_NORMED] = bits, [C_CENTRED] = kind != NORM_RMS,
@@ -1388,7 +1388,7 @@ static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, fl
     struct weigh_args a = {down->rows, w->n_used, shared->data != NULL,
                            w->shared_router.data != NULL, !is_few(s, n), e.factor};
     run_any(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED});
-    if (a.shared) run_product(s, shared, (Input){s->up, NULL}, s->expert_out, n, STORE);
+    if (a.joined) run_product(s, shared, (Input){s->up, NULL}, s->expert_out, n, STORE);
     run_kernel(s, a, "weigh_experts", {g->gate, s->weight, g->place, s->expert_out, s->gathered,
                                        e.other, y}, 7, n, threads_for(down->rows, NORM_THREADS), 0,
                {[C_EPILOGUE] = e.kind});
