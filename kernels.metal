@@ -19,14 +19,14 @@
 //                           gate_inputs       layer_input_row
 //                           gate_heads        gate_row; the gate in delta_out_row, for KDA
 //                           halve             (makes the activations of gemm halves)
-//    4. decode              gemv              matmul for a few tokens; add_row, activate
+//    4. decode              gemv              matmul (few tokens); add_row, activate, head_products
 //                           gemv_ring         the same, on NVIDIA's GPUs
 //                           ring_inputs       (packs the inputs of a few tokens for it)
 //                           attention         attention; if FUSED, heads_row before it
 //                           attention_merge   the end of attention, for a long KV ring
 //                           latent_row        latent_row
 //    5. ffn_block           ffn_block         forward_layer, from the product after attention on
-//    6. prefill             gemm              matmul for a chunk of tokens; add_row, activate
+//    6. prefill             gemm              matmul (a chunk); add_row, activate, head_products
 //                           rope              heads_row
 //                           flash_attention   attention
 //    7. experts             choose_experts    choose_experts
@@ -168,11 +168,10 @@ void copy_16(half *to, const half *from) {
                  : "memory");
 }
 void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// The words for launches and those of gemv_ring are explained with these. An mbarrier counts what
-// arrives in threadgroup memory. A wait for it polls or, where the GPU can, sleeps (MAY_SLEEP).
-// EARLY, from compute capability 9.0 on: a launch may start before the last one has ended, and one
-// thread has a whole row copied in bulk, by hardware that must see a new mbarrier (BULK_FENCE).
-// Else n threads copy the row, 16 bytes at a time.
+// The words for launches and gemv_ring's are explained there. An mbarrier counts what arrives in
+// threadgroup memory; who waits for it polls, or sleeps (MAY_SLEEP). EARLY: from compute capability
+// 9.0 on a launch may start before the last one has ended, and one thread has a whole row copied in
+// bulk, by hardware that must see a new mbarrier (BULK_FENCE); else n threads copy it, by 16 bytes.
 typedef ulong mbarrier;
 void mbarrier_arrive(mbarrier *b) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(shared_address(b)) : "memory");
@@ -394,8 +393,8 @@ struct norm_args {
     int32_t cols, groups;                  // weights are w[groups][cols]: row r has w[r % groups]
     float eps, factor, scale;              // factor: before the epilogue; scale: after it
     int32_t step;                          // from a result to the next
-    int32_t states, from, to;              // not 0: x, y has `states` rows by position; the grid's
-};                                         // row 0 reads, writes that of NOW_POS + from, + to
+    int32_t states, from, to;              // from (to): not 0 if x (y) has a row for each position
+};                                         // modulo `states`: row 0 of the grid has NOW_POS + from
 struct best_args { int32_t n, rows; };
 struct input_args { int32_t n, cols, step; };
 struct halve_args { int32_t cols, step; };
@@ -474,7 +473,7 @@ static inline int staged_floats(int cols, int tokens) {
     return STAGED_SIMDGROUPS + staged / 32 * X_STRIDE;
 }
 
-// gemv_ring's geometry; `lane_groups` is its constant LANE_GROUPS, see its text.
+// gemv_ring's geometry, explained there; `lane_groups` is its constant LANE_GROUPS.
 // columns of a stretch, which four lanes share for each row; of a turn, a stretch for each worker
 static inline int ring_stretch(int lane_groups) { return 4 * 32 * lane_groups; }
 static inline int ring_turn(int lane_groups) { return RING_WORKERS * ring_stretch(lane_groups); }
@@ -490,9 +489,9 @@ static inline int ring_cols(int cols, int row_bytes, int lane_groups, int bytes)
 // bytes from a row of a slot to the next, an odd multiple of 16, which spreads eight rows over all
 // banks: a piece, and what copies take with it, since they begin and end at multiples of 16
 static inline int ring_stride(int bytes) { return (bytes + 32 + 15) / 32 * 32 + 16; }
-// sums that workers of one number have until the next barrier: in each team its own RING_SUMS
+// sums until the next barrier of the workers that have the same number, one in each team
 static inline int ring_sums(int teams) { return RING_SUMS * teams; }
-// floats of a group, all tokens together, and of an input; 4 more for eight: other banks come next
+// floats of a group of all tokens (eight: 4 more, so the next begins in other banks), of an input
 static inline int ring_group(int tokens) { return RING_GROUP * tokens + (tokens == 8 ? 4 : 0); }
 static inline int ring_input(int cols, int lane_groups, int tokens) {
     return ring_padded(cols, lane_groups) / 32 * ring_group(tokens);
@@ -1237,7 +1236,7 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 //   tile          the rows of a slot: 8 of gate and 8 of up (without a GLU 16 of one matrix)
 //   piece         a slot's columns of a row, about 1 KB (short copies are slow): here all 576 bytes
 //   slot          a piece of each row of a tile; 112 KB have ten slots
-//   turn          1,024 columns: a stretch for each of the eight workers
+//   turn          1,024 columns: a stretch for each of the eight workers; a piece has whole turns
 //   stretch       128 columns: four groups
 //   lane l        group l % 4 of its worker's stretch, in rows l / 4 and l / 4 + 8 of the slot
 // The sums that eight workers have of a row meet in threadgroup memory. In long launches
@@ -1245,8 +1244,8 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 // formats, and a stretch has 256 columns.
 //
 // Activations are rounded to bytes as in the CPU's decode (round_32 in llm.c): the largest of a
-// group becomes 127 or -127. They are staged as [groups][tokens][RING_GROUP] words, of which
-//   0 to 7 are 32 bytes; 8, 9 sums of the first and the last 16 numbers; 10 the scale; 11 8 plus 9
+// group becomes 127 or -127. They are staged as [groups][tokens][RING_GROUP] words:
+//   0..7: 32 bytes | 8, 9: sums of the first and the last 16 numbers | 10: scale | 11: sum of all
 // Sums of bytes times bytes are exact integers: no order or layout changes them.
 //
 // Up to eight TOKENS meet weights when these are decoded, two in a matrix product. Each token's
@@ -1306,14 +1305,15 @@ QUANT_INLINE void group_add(int format, bool halves, int s0, int s1, thread cons
 }
 
 // Adds the parts of the two groups that a lane has decoded, qa of format fa in row l / 4 and qb of
-// fb in row l / 4 + 8, to acc[2 t] and acc[2 t + 1] of each token t, by products c += a b of four
-// codes of each lane's group, and the next four:
-//   row r of a        codes 0..3 of group 0 | of group 1 | of 2 | of 3 | codes 4..7 of group 0 | ..
-//   column 2 i of b   the first token's numbers where codes of group i meet them, or else zeros
-//   column 2 i + 1    the second token's
-//   c[r][2 i]         so that is the first token's sum of group i, in the lane that decoded it
-// x: the lane's group as it is staged; right: where its part of b is, in the group of the first
-// token or of the second, or in zeros.
+// fb in row l / 4 + 8, to acc[2 t] and acc[2 t + 1] of each token t, by products c += a b. A row of
+// a has four codes of each lane's group, then the next four. Columns of b have numbers of the first
+// token (1) or of the second (2) where codes of one group meet them, else zeros:
+//   a row of a       group 0 | group 1 | group 2 | group 3 | group 0, the next four | and so on
+//   column 0 of b    1 1 1 1 | . . . . | . . . . | . . . . | 1 1 1 1
+//   column 1 of b    2 2 2 2 | . . . . | . . . . | . . . . | 2 2 2 2
+//   column 2 of b    . . . . | 1 1 1 1 | . . . . | . . . . | . . . .                | and so on
+// So c[r][2 i] is the first token's sum of group i in row r, in the lane that has decoded it. x:
+// that group as it is staged; right: the lane's part of b, in either token's group or in zeros.
 QUANT_INLINE void codes_dot(int fa, int fb, thread const uint *qa, thread const uint *qb,
         thread const float *da, thread const float *db, threadgroup const float *x,
         threadgroup const float *right, thread float *acc) {
@@ -2058,6 +2058,8 @@ static inline bool row_is_new(int r, int start, constant struct attention_args *
 //   SIMD-group sg      step slice * nsg + sg of the KV ring's rows, then every (slices * nsg)-th
 //   ROW_LANES lanes    ATTENTION_ROWS rows of each step
 //   a lane             every ROW_LANES-th quad of these rows, of the queries and of their sums
+//     for example      with HEAD_DIM 128, 16 lanes share a row, so a step has 8 rows; of two slices
+//                      SIMD-group 3 of the second has rows 88..95, 216..223 and so on
 //   the last slice     if FUSED the newest key and value, too: its last SIMD-group
 //   all threads        at the end, the parts of lanes and SIMD-groups, see attention_output; in the
 //                      threadgroup of these heads that ends last, if MERGES, also those of slices
@@ -2231,10 +2233,9 @@ static inline void block_add(int format, int which, device const uchar *w, int c
 //   x += Wo att,   h = activation(gate n) * (up n) where n = rms_norm(x),   x += down h
 // Why it is slower: a threadgroup runs on one core. A layer of Qwen3-0.6B has 12 MB of these
 // weights at 8 bits. One of an M1's eight cores may load some 8 of its 68 GB/s, which takes 1.5 ms.
-// The three dispatches of decode use all cores: 0.2 ms, and a few microseconds for two dispatches
-// more. Nor does it pay to keep all cores in one dispatch for a whole token: on an H100 a barrier
-// over the grid takes 1.5 to 2.2 us, in which memory idles, and the same kernels made 888 tokens a
-// second so, 1,045 as a graph of launches (8B: 231, 296).
+// The three dispatches of decode use all cores: 0.2 ms. One dispatch for a whole token is no gain:
+// on an H100 a barrier over the grid takes 1.5 to 2.2 us, in which memory idles, and the same
+// kernels made 888 tokens a second so, 1,045 as a graph of launches (8B: 231, 296).
 // x and h are in device memory, but only this threadgroup writes them, so barriers are enough.
 [[max_total_threads_per_threadgroup(BLOCK_THREADS)]]
 kernel void ffn_block(device const uchar *wo, device const uchar *gate, device const uchar *up,
@@ -2386,11 +2387,10 @@ static inline void tile_product(int format, thread const struct gemm_tile *t,
 }
 
 // y0[tokens][rows] = x[tokens][cols] times W0[rows][cols] transposed, with a bias and the epilogue,
-// which may read other[tokens][rows]. x and powers are halve's. y1 and y2 are made in the same way
-// of W1 and W2, where there are several matrices for the same x (Q, K and V).
-// Grid: tiles; those of the same rows are neighbours, so that weights come from memory about once
-// per chunk. A step of 128 x 128 is 2 * 128 * 128 * 64 FLOP on 16 KB of x and 4.5 (q4_0) to 16 KB
-// (f16) of W, some 80 FLOP a byte from the cache.
+// which may read other[tokens][rows]. x and powers are halve's. y1 and y2 are made of W1 and W2 if
+// there are several matrices for x (Q, K and V). Grid: tiles; those of the same rows are
+// neighbours, so that weights come from memory about once per chunk. A step of 128 x 128 is
+// 2 * 128 * 128 * 64 FLOP on 16 KB of x and 4.5 (q4_0) to 16 KB (f16) of W, some 80 FLOP a byte.
 // EXPERTS: rows of y are choices in the order of sort_choices, which also tells each tile's expert
 // and rows. EXPERTS_GATHER: x is in the order of tokens; EXPERTS_SORTED: x is in the order of y.
 // EXPERTS_HEADS: each of the `each` heads of a token has a matrix, a row of x and one of y.
@@ -2817,9 +2817,8 @@ kernel void weigh_inputs(device const float *x, device const int *order, device 
 
 // Sorts a chunk's choices by expert: order[i] = token * n_used + k is choice k of a token, and
 // place[order[i]] = i. tile[tiles][3] has an expert (-1: none), and the first and the end of up to
-// a->tile of its choices. One threadgroup: choices are cut into as many pieces as leave a thread
-// for each expert and piece, but have 32 choices each. It counts those; when all threads have, it
-// knows where its own begin.
+// a->tile of its choices. One threadgroup: choices are cut into pieces, of 32 or more, so that each
+// expert and piece has a thread, which counts its choices. Then it knows where its own begin.
 kernel void sort_choices(device const int *chosen, device int *order, device int *place,
         device int *tile, constant struct sort_args *a, PLACE) {
     threadgroup int *count = (threadgroup int *)shared;       // [n_expert][pieces]
