@@ -220,7 +220,7 @@ void multiply_bytes(int *c, const uint *a, const uint *b) {
 #define bits_of(x) __float_as_uint(x)
 #define as_other(p) (p)
 #define workers_barrier(threads) asm volatile("bar.sync 1, %0;" :: "r"(threads) : "memory")
-#define HAS_RING
+#define HAS_RING                              // gemv_ring is compiled
 int count_up(int *p) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
@@ -1888,16 +1888,16 @@ QUANT_INLINE void softmax_add(int n, thread const half4 *k, thread const half4 *
 
 // One step of rows of the KV ring, from r0 on. rows_see loads their positions, which tell whether
 // any is seen; then rows_load loads all keys and values at once. A row that is not seen may hold
-// anything, even NaN, so a seen row is read in its place. Row `slot`, being written, is left out.
+// anything, even NaN, so a seen row is read in its place. Row `into`, being written, is left out.
 struct kv_rows {
     int at, row, some;                                    // a lane's position and row; one seen, -1
     int seen[ATTENTION_ROWS], far[ATTENTION_ROWS];
     half4 k[QUADS_MAX * ATTENTION_ROWS], v[QUADS_MAX * ATTENTION_ROWS];
 };
-QUANT_INLINE bool rows_see(thread struct kv_rows *x, device const int *pos_k, int pos, int slot,
+QUANT_INLINE bool rows_see(thread struct kv_rows *x, device const int *pos_k, int pos, int into,
         int r0, int used, constant struct attention_args *a, uint lane) {
     int r = r0 + (int)lane % attention_step(ROW_LANES);
-    x->at = r < used && r != slot ? pos_k[r] : -1;
+    x->at = r < used && r != into ? pos_k[r] : -1;
     x->row = visible(x->at, pos, a) ? r : -1;
     x->some = simd_max(x->row);
     return x->some >= 0;                                  // in all lanes
@@ -2086,7 +2086,7 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int start = now[NOW_POS], pos = start + t, used = min(start + a->n, a->rows);
     int slices = query_slices(pos, a);
     if (slice >= slices) return;                          // the whole threadgroup
-    int slot = FUSED ? kv_row(pos, a) : -1, rows = attention_step(ROW_LANES);
+    int into = FUSED ? kv_row(pos, a) : -1, rows = attention_step(ROW_LANES);
     threadgroup float *qs = shared, *ks = qs + QUERY_HEADS * HEAD_DIM;
     struct softmax_state state[ATTENTION_HEADS];
     struct kv_rows loaded;
@@ -2103,7 +2103,7 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     // rows of earlier passes are there; those that rope writes in this one come with the input
     int waits = FUSED != 1 && row_is_new(r + (int)lane % rows, start, a);
     if (!MERGES || simd_max(waits)) { input_wait(); }
-    bool some = MERGES && rows_see(&loaded, pos_k, pos, slot, r, used, a, lane);
+    bool some = MERGES && rows_see(&loaded, pos_k, pos, into, r, used, a, lane);
     if (some) rows_load(&loaded, k, v, pos, lane);
     if (FUSED != 1) { input_wait(); }
     for (int u = sg; FUSED == 1 && u < QUERY_HEADS + newest; u += nsg) {
@@ -2125,16 +2125,16 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int all = nsg * SIMD_LANES;
     bool writes = FUSED == 1 && newest && unit % per_kv == 0;
     for (int i = tid; writes && i < HEAD_DIM; i += all)
-        k[(ulong)slot * HEAD_DIM + i] = cached_key(ks[i], v_new, i);
+        k[(ulong)into * HEAD_DIM + i] = cached_key(ks[i], v_new, i);
     for (int i = tid; writes && i < VALUE_DIM; i += all)
-        v[(ulong)slot * VALUE_DIM + i] = cached_value(v_new[i]);
-    if (writes && kv == 0 && tid == 0 && now[NOW_PLACED]) pos_k[slot] = pos;   // not read here
+        v[(ulong)into * VALUE_DIM + i] = cached_value(v_new[i]);
+    if (writes && kv == 0 && tid == 0 && now[NOW_PLACED]) pos_k[into] = pos;   // not read here
 
     if (newest && sg == nsg - 1)
-        attention_newest(ks, v_new, k + (ulong)slot * HEAD_DIM, v + (ulong)slot * VALUE_DIM, pos, a,
+        attention_newest(ks, v_new, k + (ulong)into * HEAD_DIM, v + (ulong)into * VALUE_DIM, pos, a,
                          lane, state);
     for (bool early = MERGES; r < used; r += next, early = false) {
-        if (!early) some = rows_see(&loaded, pos_k, pos, slot, r, used, a, lane);
+        if (!early) some = rows_see(&loaded, pos_k, pos, into, r, used, a, lane);
         if (!some) continue;
         if (!early) rows_load(&loaded, k, v, pos, lane);
         rows_add(&loaded, slope, a, state);

@@ -59,7 +59,7 @@ typedef struct Gpu {
     Variant pipeline[MAX_PIPELINES];
     int n_shared, n_pipelines;
     size_t longest;             // bytes that a buffer may have
-    int cores, room;            // NVIDIA: its cores; bytes of threadgroup memory. Apple: 0, no ring
+    int cores, room;            // NVIDIA: its cores; bytes of threadgroup memory. Apple: 0
     size_t many;                // of more bytes of weights a core, a launch is long
     int own_cols;               // more columns of a few tokens' inputs are packed by ring_inputs
     Pool *pool;                 // the session's, for the compiler
@@ -72,7 +72,7 @@ typedef struct Gpu {
     float *conv;                // inputs of delta_rule, see run_rule
     float *inputs;              // [chunk][n_layer][per_layer]
     float *packed;              // what ring_inputs makes of the inputs of a few tokens
-    float *parts;               // [FEW][n_head][slices][vd + 2] of a long ring, see Spread
+    float *parts;               // [FEW][n_head][slices][vd + 2] of a long KV ring, see Spread
     int sure;                   // tokens of the last pass before its guesses
     int cpu_ffns;               // the FFNs of this many layers, the first, run on the CPU,
     Shared sent;                // but a chunk's here, where one after the other is sent; or empty
@@ -261,7 +261,7 @@ static bool cuda_copy(Gpu *g, void *to, const void *from, size_t bytes) {
 
 // Makes the GPU's copy of s: zeros, or if `filled` what the host has, with progress on a terminal.
 static bool device_buffer(Gpu *g, Shared *s, bool filled) {
-    // gemv_ring copies 16 bytes at a time, up to 15 behind the last row
+    // gemv_ring copies 16 bytes at a time, up to 15 after the last row
     if (!cuda(g, cuMemAlloc_v2, (char **)&s->buffer, s->size + 16)) return false;
     if (!filled) return cuda(g, cuMemsetD8Async, s->buffer, 0, s->size, g->device->stream);
     bool talks = isatty(2) && s->size > 2 * COPY_BYTES;
@@ -505,7 +505,7 @@ IMP class_getMethodImplementation(id, SEL);
 void *objc_autoreleasePoolPush(void);
 void objc_autoreleasePoolPop(void *);
 
-// X(name for send, selector, result, parameters behind object and selector); NSUInteger: size_t
+// X(name for send, selector, result, parameters after object and selector); NSUInteger: size_t
 #define METHODS(X) \
     X(make, "new", id) X(retain, "retain", id) X(release, "release", void) \
     X(string, "stringWithUTF8String:", id, const char *) X(utf8, "UTF8String", const char *) \
@@ -902,7 +902,7 @@ enum { AT_BIAS = 3, AT_X = 6, AT_Y = 8, AT_OTHER = 11, AT_SCALES = 13,
 // the last one's format, since matrices of one format share their code.
 static void bind_products(Session *s, Dispatch *d, struct product_args *a, const Products *p) {
     const Layer *l = &s->m->layers[s->l];
-    int each = 1;   // l is no layer behind the last one: of the output
+    int each = 1;   // l is no layer after the last one: of the output
     if (p->experts) each = p->experts == EXPERTS_HEADS ? l->n_head : l->n_used;
     *a = (struct product_args){
         .cols = p->w[0]->cols, .x_step = input_step(p->w[0]), .tokens = p->n,
@@ -1160,7 +1160,7 @@ static Input run_input(Session *s, const float *x, const Norm *w, float *h, int 
     return (Input){h, NULL};
 }
 
-static bool is_gated(const Layer *w) {   // a gate behind each head's query
+static bool is_gated(const Layer *w) {   // a gate after each head's query
     return !w->k_b.data && w->q.rows > (int64_t)w->n_head * w->hd;
 }
 
@@ -1535,7 +1535,7 @@ static void run_residual(Session *s, const Layer *l, Residual r, int n) {
     const Config *c = &s->m->config;
     const Norm *last = l->input_gate.data ? &l->input_norm : &l->ffn_post_norm;   // of a layer
     bool again = r.post == &l->attn_post_norm && l->attn_norm_2.w;
-    bool sum_last = r.post->w && !c->encoder;   // behind the norm
+    bool sum_last = r.post->w && !c->encoder;   // after the norm
     Epilogue add = {.kind = EPILOGUE_ADD, .other = r.base, .factor = c->residual_scale};
     float *to = again ? r.tmp : r.y;
     float *product = sum_last ? r.tmp : to;
@@ -1889,7 +1889,7 @@ static void plan_gpu(Session *s, Arena *a) {
     if (g->room)
         g->packed = arena_take(a, FEW * RING_WORKERS + ring_input(wide, 2, FEW), sizeof *g->packed);
     g->now = arena_take(a, NOW_COUNTS + FEW * heads, sizeof *g->now);
-    g->ids = arena_take(a, n, sizeof *g->ids);   // behind now, see send_tokens
+    g->ids = arena_take(a, n, sizeof *g->ids);   // after now, see send_tokens
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
     wide = larger(n * wide, choices * half_step(c->inputs_weighed ? larger(ff, out) : ff));
