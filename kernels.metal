@@ -1433,7 +1433,7 @@ static inline void ring_feed(struct ring_memory m, struct ring_thread me, device
         int expert = EXPERTS ? chosen[tile.choice] : 0, bytes = a->w[x.which].piece_bytes;
         device const uchar *from = OF_THREE(x.which, w0, w1, w2);
         from += piece_start(x, tile, expert, p, a);
-        uint skew = (ulong)from % 16;
+        uint skew = (ulong)from % 16;                     // copies begin at multiples of 16
         uint n = skew + min(bytes, (int)a->w[x.which].row_bytes - p * bytes);
         if (at.round > 0) mbarrier_wait(&m.is_free[at.slot], (at.round - 1) % 2);
         if (x.row >= tile.n) n = 0;
