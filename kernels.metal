@@ -39,7 +39,7 @@
 // Names: tg is the threadgroup, tid a thread in it, sg one of its nsg SIMD-groups and lane a thread
 // in that; all are numbers. `shared` is the threadgroup's memory. g is a group of 32 weights, t a
 // token, r a row. Grids have one dimension. Shapes are outermost first, as in x[n][cols]. A few
-// tokens are up to FEW: one in decode, and guesses of the next. Metal's words and CUDA's:
+// tokens are up to FEW, as in decode with guesses; a chunk has more. Metal's words and CUDA's:
 //   threadgroup | SIMD-group | core           | device memory | threadgroup memory | dispatch
 //   block       | warp       | multiprocessor | global memory | shared memory      | kernel launch
 //
@@ -2675,6 +2675,7 @@ kernel void flash_attention(device const float *q, device const half *k, device 
     threadgroup float *scores = shared + sg * FLASH_OWN;              // and diagonals[2][8][8]
     threadgroup float *parts = ways > 1 ? shared : scores;
     threadgroup half *tiles = (threadgroup half *)(shared + FLASH_SIMDGROUPS * FLASH_OWN);
+    // first queries of the threadgroup and SIMD-group; late ones, which see most, run first
     int head = tg % a->n_head, query_tiles = div_up(a->n, queries), buffer = 0;
     int t0 = (query_tiles - 1 - (int)tg / a->n_head) * queries, own = t0 + (ways > 1 ? 0 : sg * 16);
     int t = own + lane / 2, pos = now[NOW_POS], first = pos + t0;
@@ -2696,7 +2697,7 @@ kernel void flash_attention(device const float *q, device const half *k, device 
     if (at_v && r0 < used) flash_copy(v, VALUE_DIM, r0, key_pos, tid, tiles + at_v);
     while (r0 < used) {
         threadgroup half *keys = tiles + buffer * size, *values = keys + at_v;
-        int here = key_pos, at = r0;
+        int here = key_pos, at = r0;                          // this tile's: both go on below
         bool all = simd_min((int)(visible(key_pos, pos + own, a) &&
                                   visible(key_pos, min(pos + own + 15, last), a))) > 0;
         copies_wait();

@@ -1739,7 +1739,7 @@ static void run_layers(Session *s, int from, int end, int n) {
 
 // The end of a pass: fetches its logits, and the best of them, which lie before them. Returns
 // whether the GPU has done its work. If not, it is closed. The CPU evaluates the history again if
-// the GPU's memory had what came of it, or a recurrent state may have changed half-way.
+// what came of it lay in the GPU's memory, or a recurrent state may have changed half-way.
 static bool gpu_finish(Session *s, int rows) {
     int pos = s->pos, end = s->history.n, guesses = s->guesses;
     size_t known = rows <= FEW ? rows : 0, n_vocab = s->m->config.n_vocab;
