@@ -8,34 +8,40 @@
 // all that the others have; then gemv (4), which is most of the time that a token takes, and what
 // it is made of in 2; then gemm (6), which has an example in numbers.
 //
-//    1. arguments         structs, function constants and sizes, which metal.c includes, too
-//    2. groups            32 weights of any format, taken apart by quant.h's decoders
-//       kernels           compute what these functions of llm.c do on the CPU:
-//    3. embed             embed_row
-//       norm              norm, also of whole projections in heads_row
-//       gate_inputs       layer_input_row
-//       gate_heads        gate_row; the gate in delta_out_row, for KDA
-//       halve             (makes the activations of gemm halves)
-//    4. gemv              matmul for few tokens; epilogues: add_row, activate; head_products
-//       gemv_ring         the same, for GPUs that copy in the background: CUDA's alone
-//       ring_inputs       (packs the inputs of a few tokens for it)
-//       attention         attention; if FUSED, heads_row before it
-//       attention_merge   the end of attention, for a long KV ring
-//       latent_row        latent_row
-//    5. ffn_block         forward_layer, from the product after attention to the end of the layer
-//    6. gemm              matmul for a chunk of tokens, with the same epilogues
-//       rope              heads_row
-//       flash_attention   attention
-//    7. choose_experts    choose_experts
-//       weigh_inputs      gather_row, where inputs are weighed
-//       sort_choices      sort_choices; also lists the tiles that gemm computes
-//       weigh_experts     the sum at the end of run_experts, and add_shared_row
-//    8. delta_conv        delta_conv
-//       delta_rule        delta_gates_row, then plain_memory
+//    1. arguments           structs, function constants and sizes, which metal.c includes, too
+//    words for launches     what a launch waits for
+//    words for matrices     of 16 x 16, which a SIMD-group multiplies
+//    2. groups              32 weights of any format, taken apart by quant.h's decoders
+//                           kernel            its function in llm.c, on the CPU
+//    3. embed, norms        embed             embed_row
+//                           norm              norm, also of whole projections in heads_row
+//                           best_ids          (finds the Best of each 256 logits)
+//                           gate_inputs       layer_input_row
+//                           gate_heads        gate_row; the gate in delta_out_row, for KDA
+//                           halve             (makes the activations of gemm halves)
+//    4. decode              gemv              matmul (few tokens); add_row, activate, head_products
+//                           gemv_ring         the same, on NVIDIA's GPUs
+//                           ring_inputs       (packs the inputs of a few tokens for it)
+//                           attention         attention; if FUSED, heads_row before it
+//                           attention_merge   the end of attention, for a long KV ring
+//                           latent_row        latent_row
+//    5. ffn_block           ffn_block         forward_layer, from the product after attention on
+//    6. prefill             gemm              matmul (a chunk); add_row, activate, head_products
+//                           rope              heads_row
+//                           flash_attention   attention
+//    7. experts             choose_experts    choose_experts
+//                           weigh_inputs      gather_row, where inputs are weighed
+//                           sort_choices      sort_choices; also lists gemm's tiles
+//                           weigh_experts     the end of run_experts, and add_shared_row
+//    8. recurrent mixers    delta_conv        delta_conv
+//                           delta_rule        delta_gates_row, then plain_memory
 //
 // Names: tg is the threadgroup, tid a thread in it, sg one of its nsg SIMD-groups and lane a thread
 // in that; all are numbers. `shared` is the threadgroup's memory. g is a group of 32 weights, t a
-// token, r a row. Grids have one dimension. Shapes are outermost first, as in x[n][cols].
+// token, r a row. Grids have one dimension. Shapes are outermost first, as in x[n][cols]. A few
+// tokens are up to FEW, as in decode with guesses; a chunk has more. Metal's words and CUDA's:
+//   threadgroup | SIMD-group | core           | device memory | threadgroup memory | dispatch
+//   block       | warp       | multiprocessor | global memory | shared memory      | kernel launch
 //
 // Rules: a pointer's type begins with its address space. Threadgroup memory comes as one argument,
 // `shared`. simd_* functions stand only where all lanes arrive together, barriers where all threads
@@ -47,7 +53,7 @@
 // To add a kernel: write the CPU's function in llm.c, the kernel here, its arguments and sizes
 // under "arguments" and its dispatch in metal.c, then its test as the top of test.c says.
 #ifdef __CUDACC__
-// Metal's types and functions, defined in CUDA C++. A SIMD-group is a warp.
+// Metal's types and functions, defined in CUDA C++
 typedef signed char int8_t;
 typedef unsigned char uchar, uint8_t;
 typedef unsigned short ushort, uint16_t;
@@ -104,9 +110,8 @@ simd_reduce(simd_sum, a + b) simd_reduce(simd_max, max(a, b)) simd_reduce(simd_m
 #define simdgroup_barrier(flags) __syncwarp()
 float clamp(float x, float a, float b) { return fminf(fmaxf(x, a), b); }
 
-// The words for matrices of 16 x 16 are explained below, where Metal defines them. An operand of a
-// tensor core has four registers of halves in each lane. Of its sums lane l has e[4 i + 2 j + k] in
-// row l / 4 + 8 j, column l % 4 * 2 + 8 i + k.
+// See words for matrices, below. An operand of a tensor core has four registers of halves in each
+// lane; of its sums lane l has e[4 i + 2 j + k], row l / 4 + 8 j, column l % 4 * 2 + 8 i + k.
 struct half16x16 { uint r[4]; };
 struct float16x16 { float e[8]; };
 uint shared_address(const void *p) { return (uint)__cvta_generic_to_shared(p); }
@@ -163,11 +168,15 @@ void copy_16(half *to, const half *from) {
                  : "memory");
 }
 void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// The words for launches and gemv_ring's are explained there. An mbarrier counts what arrives in
+// threadgroup memory; who waits for it polls, or sleeps (MAY_SLEEP). EARLY: from compute capability
+// 9.0 on a launch may start before the last one has ended, and one thread has a whole row copied in
+// bulk, by hardware that must see a new mbarrier (BULK_FENCE); else n threads copy it, by 16 bytes.
 typedef ulong mbarrier;
 void mbarrier_arrive(mbarrier *b) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(shared_address(b)) : "memory");
 }
-#if EARLY                                     // launches may start early, and copies are in bulk
+#if EARLY
 void next_may_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 void input_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 #define BULK_FENCE "fence.proxy.async.shared::cta;"
@@ -211,7 +220,7 @@ void multiply_bytes(int *c, const uint *a, const uint *b) {
 #define bits_of(x) __float_as_uint(x)
 #define as_other(p) (p)
 #define workers_barrier(threads) asm volatile("bar.sync 1, %0;" :: "r"(threads) : "memory")
-#define HAS_RING
+#define HAS_RING                              // gemv_ring is compiled
 int count_up(int *p) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
@@ -223,7 +232,7 @@ float exp2_fast(float x) {
 }
 #define exp2 exp2_fast
 
-// what a launch binds: buffers, which become pointers of their parameters' types, and arguments
+// what a launch has: buffers, which become pointers of their parameters' types, and arguments
 struct Any {
     void *p;
     template <class T> operator T *() const { return (T *)p; }
@@ -234,8 +243,7 @@ struct Bound {
 };
 extern __shared__ float4 shared_bytes[];
 
-// `constant int X [[function_constant(3)]];` becomes `const int X [[]] = VALUE_3; [[]];`; for 3 we
-// write C_FORMAT_0 and so on.
+// `constant int X [[function_constant(C_X)]];` becomes `const int X [[]] = VALUE_C_X; [[]];`
 #define function_constant(i) ]] = VALUE_##i; [[
 #define kernel static __device__ __forceinline__
 #define device
@@ -317,7 +325,7 @@ NUMBERS_OF_LLM(NUMBER)
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
     X(PACKED)        /* gemv_ring: ring_inputs has staged its inputs */ \
     X(LANE_GROUPS)   /* gemv_ring: neighbouring groups that a lane takes at once, 1 or 2 */ \
-    X(TOKENS)        /* gemv, gemv_ring: that meet a weight: 1, 2, 4 or 8; `few` of them exist */ \
+    X(TOKENS)        /* gemv, gemv_ring: 1, 2, 4 or 8 meet each weight; a->few of them exist */ \
     X(TEAMS)         /* gemv_ring: of workers, each with 16 rows of a slot */ \
     X(TILE_TOKENS) X(TILE_ROWS)   /* gemm: tokens and rows of a tile */ \
     X(BUFFERS)       /* gemm, flash_attention: buffers of tiles, 1 or 2 */ \
@@ -340,15 +348,14 @@ enum {
     STAGED_TOKENS = 4,                                // of all tokens, and the most tokens
     RING_WORKERS = 8, RING_COPIERS = 2,               // SIMD-groups
     RING_TILE = 16, RING_SLOTS = 32,                  // a team's rows of a slot; most slots
-    RING_PIECE = 1024,                                // bytes of a row in a slot, about, as a copy
-                                                      // takes a while whatever its length
+    RING_PIECE = 1024,                                // about as many bytes of a row in a slot
     RING_SUMS = 128,                                  // sums of a worker for each team's rows
     RING_GROUP = 12,                                  // words of a token's staged group
     DOT_STEPS = 4,                                    // loads of floats that overlap
     X_STRIDE = 36,                                    // from a staged group to the next
     ATTENTION_SIMDGROUPS = 8, ATTENTION_ROWS = 4,     // at most 8; a lane takes 4 rows at once
     ATTENTION_HEADS = 2,                              // query heads that share the rows they read
-    ATTENTION_SLICE = 32, ATTENTION_FILL = 256,       // fewest rows in one; so many fill a GPU
+    ATTENTION_SLICE = 32, ATTENTION_FILL = 256,       // fewest rows of a slice; slices of a GPU
     PARTS_STEP = 8,                                   // parts of a softmax that are merged at once
     GEMM_FEW = 16, GEMM_ROWS = 128,                   // fewest tokens in a tile; most rows
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
@@ -358,10 +365,10 @@ enum {
     FLASH_MIN = 8,                                    // tokens; fewer are left to attention
     FLASH_QUERIES = 64, FLASH_KEYS = 32,              // in a tile; a SIMD-group has 16 queries
     FLASH_SIMDGROUPS = FLASH_QUERIES / 16, FLASH_THREADS = FLASH_SIMDGROUPS * SIMD_LANES,
-    NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // shared: a sum from each SIMD-group
+    NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // of threadgroup memory: SIMD-groups' sums
     DELTA_UNIT = 4, DELTA_LAYOUT = 64,                // rows of a SIMD-group; that S has together
-    DELTA_LANES = 8,                                  // lanes that share a row; at least a block
-    BLOCK_MAX = 8, DELTA_OWN = 2,                     // tokens of a block; staged by a SIMD-group
+    DELTA_LANES = 8,                                  // lanes that share a row; at least BLOCK_MAX
+    BLOCK_MAX = 8, DELTA_OWN = 2,                     // tokens of a BLOCK; staged by a SIMD-group
     CONV_TOKENS = 16,                                 // tokens of a thread
     FLASH_STRIDE = FLASH_KEYS + 4,                    // row of scores: no lanes meet in a bank
     FLASH_HALVES = FLASH_KEYS + 8,                    // row of probabilities, which are half
@@ -386,8 +393,8 @@ struct norm_args {
     int32_t cols, groups;                  // weights are w[groups][cols]: row r has w[r % groups]
     float eps, factor, scale;              // factor: before the epilogue; scale: after it
     int32_t step;                          // from a result to the next
-    int32_t ring, from, to;                // from, to: x, y is a ring of rows by position, of which
-};                                         // row 0 of the grid has that of NOW_POS and so many more
+    int32_t states, from, to;              // from (to): not 0 if x (y) has a row for each position
+};                                         // modulo `states`: row 0 of the grid has NOW_POS + from
 struct best_args { int32_t n, rows; };
 struct input_args { int32_t n, cols, step; };
 struct halve_args { int32_t cols, step; };
@@ -402,8 +409,8 @@ struct product_args {
     int32_t threadgroups;                  // of gemv_ring; of a token in ring_inputs
     int32_t piece_cols, pieces;            // gemv_ring: columns of a piece; pieces of a row
     int32_t stride, slots;                 // bytes from a slot's row to the next; number of slots
-    int32_t inputs, input;                 // staged at once (1: that of all TOKENS); floats of one
-    int32_t few;                           // tokens of a launch, at most FEW, but choices run alone
+    int32_t inputs, input;                 // staged at once, 1 for all TOKENS; floats of one
+    int32_t few;                           // tokens of a launch, at most FEW
     float eps, factor;                     // factor: of W x + bias
     struct finish_args end;
 };
@@ -414,13 +421,13 @@ struct attention_args {
     int32_t q_step, k_step;                // from a head's QK norm to the next one's, or 0
     float eps, scale, softcap;
     float sharpen_scale, sharpen_length;   // see temperature; scale 0: none
-    int32_t sharpen_next;                  // 1: of the position behind the query's
+    int32_t sharpen_next;                  // 1: of the position after the query's
 };
 struct choose_args { int32_t n_expert, n_used, sigmoid, normed, n_group, group_used; float scale; };
 struct sort_args { int32_t choices, n_expert, tiles, tile; };    // tile: choices in one
 struct weigh_inputs_args { int32_t dim, n_used, sorted; };   // sorted: by expert
-// shared: 0 without a shared expert; weighed: it has a router; sorted: choices are, by expert
-struct weigh_args { int32_t dim, n_used, shared, weighed, sorted; float factor; };
+// joined: there is a shared expert; weighed: it has a router; sorted: choices are, by expert
+struct weigh_args { int32_t dim, n_used, joined, weighed, sorted; float factor; };
 struct conv_args { int32_t n, channels, past, guesses; };   // guesses: there may be some
 struct gate_args { int32_t n, each, softplus; };
 struct delta_args {
@@ -432,7 +439,7 @@ struct delta_args {
 // What changes from pass to pass is in a buffer of its own, now[]: at NOW_POS the first token's
 // position; at NOW_PLACED 1 if rows of the KV ring get their positions, 0 if not (in a warm-up);
 // how many guesses of the last pass stood; how many of this pass's tokens, the last, are guesses;
-// from NOW_COUNTS on, for each unit of attention, how many of its threadgroups are done.
+// from NOW_COUNTS on, for each `unit` of attention, how many of its threadgroups are done.
 enum { NOW_POS, NOW_PLACED, NOW_STOOD, NOW_GUESSES, NOW_COUNTS };
 
 static inline int div_up(int n, int size) { return (n + size - 1) / size; }
@@ -459,17 +466,17 @@ static inline int gemv_groups(int format, int rows, int most, int tokens, bool p
     return div_up(rows, gemv_rows(format, most, tokens, pair) * nsg);
 }
 
-// floats of threadgroup memory for gemv if it stages inputs, behind a sum from each SIMD-group
+// floats of threadgroup memory for gemv if it stages inputs, after a sum from each SIMD-group
 static inline int staged_floats(int cols, int tokens) {
     int staged = tokens > 1 || cols > STAGED_COLS ? STAGED_COLS : cols;
     return STAGED_SIMDGROUPS + staged / 32 * X_STRIDE;
 }
 
-// gemv_ring's geometry; `lane_groups` is its constant LANE_GROUPS, see its text.
+// gemv_ring's geometry, explained there; `lane_groups` is its constant LANE_GROUPS.
 // columns of a stretch, which four lanes share for each row; of a turn, a stretch for each worker
 static inline int ring_stretch(int lane_groups) { return 4 * 32 * lane_groups; }
 static inline int ring_turn(int lane_groups) { return RING_WORKERS * ring_stretch(lane_groups); }
-// columns of an input as it is staged: whole stretches, with zeros behind the row's end
+// columns of an input as it is staged: whole stretches, with zeros after the row's end
 static inline int ring_padded(int cols, int lane_groups) {
     return div_up(cols, ring_stretch(lane_groups)) * ring_stretch(lane_groups);
 }
@@ -481,10 +488,9 @@ static inline int ring_cols(int cols, int row_bytes, int lane_groups, int bytes)
 // bytes from a row of a slot to the next, an odd multiple of 16, which spreads eight rows over all
 // banks: a piece, and what copies take with it, since they begin and end at multiples of 16
 static inline int ring_stride(int bytes) { return (bytes + 32 + 15) / 32 * 32 + 16; }
-// sums that workers of one number have until the next barrier: in each team its own RING_SUMS
+// sums until the next barrier of the workers that have the same number, one in each team
 static inline int ring_sums(int teams) { return RING_SUMS * teams; }
-// floats of a group, all tokens together, and of an input; with eight tokens 4 more let the next
-// group begin in other banks
+// floats of a group of all tokens (eight: 4 more, so the next begins in other banks), of an input
 static inline int ring_group(int tokens) { return RING_GROUP * tokens + (tokens == 8 ? 4 : 0); }
 static inline int ring_input(int cols, int lane_groups, int tokens) {
     return ring_padded(cols, lane_groups) / 32 * ring_group(tokens);
@@ -508,7 +514,7 @@ static inline int gemm_floats(int tile, int rows, int buffers) {
     return tile + (staged > patches ? staged : patches);
 }
 
-// delta_rule stages keys and queries with zeros behind; floats of threadgroup memory
+// delta_rule stages keys and queries, then zeros; floats of threadgroup memory
 static inline int delta_width(int dk) { return div_up(dk, 32) * 32; }
 static inline int delta_floats(int dk, int block, int channels) {
     return block * ((2 + channels) * delta_width(dk) + 2 * block + 2);
@@ -520,8 +526,7 @@ static inline int expert_tiles(int n, int n_expert, int tile) {
 }
 
 // Lanes that share a row of the KV ring. A lane holds at most two quads (four neighbours) of its
-// key and two of its value, more only if heads are wider than 256. A SIMD-group has 32 / lanes rows
-// side by side.
+// key and two of its value, more if heads are wider than 256. A SIMD-group has 32 / lanes sets.
 static inline int attention_lanes(int head, int value) {
     int lanes = 4;
     while (lanes < SIMD_LANES && (8 * lanes < head || 8 * lanes < value)) lanes *= 2;
@@ -552,8 +557,7 @@ static inline int attention_floats(int heads, int head, int value, int nsg, int 
 
 // flash_attention: SIMD-groups that share the columns of wide heads (with one buffer, as on Apple's
 // GPUs, which have 128 registers, those above 96); columns that are staged, whole 16 x 16 matrices
-// for each; halves from one row to the next (8 more, so that rows begin in different banks); floats
-// of threadgroup memory
+// for each; halves from one row to the next (8 more: rows begin in other banks); floats of memory
 static inline int flash_split(int head, int value, int buffers) {
     int most = buffers > 1 ? NARROW_MAX : FLASH_NARROW;
     return head > most || value > most ? FLASH_SIMDGROUPS : 1;
@@ -580,7 +584,8 @@ FUNCTION_CONSTANTS(X)
 
 // ---- words for launches ----
 //
-//   next_may_start()   the next launch may begin: each kernel calls it first, in what metal.c adds
+// CUDA's programmatic dependent launch, as metal.c uses it for a few tokens:
+//   next_may_start()   the next launch may begin: run_KERNEL, which metal.c adds, calls it first
 //   input_wait()       waits for all launches before: what they wrote is there. In each launch some
 //                      thread must call it, or the next launch's wait would be too short
 //   count_up(p)        returns *p, and adds 1; whoever gets the last number can read what the
@@ -749,8 +754,7 @@ static inline void group_weights(int format, device const uchar *row, int g, int
 
 // The inputs of a SIMD-group's product: x[cols] of each token. They may have an RMSNorm: then they
 // are multiplied by w here, the product also sums the squares of x, and the caller divides it by
-// their root. xs: where a block format's product stages them, behind staged_floats' sums; NULL: for
-// a SIMD-group alone.
+// their root. xs: where a block format's product stages them; NULL: for a SIMD-group alone.
 struct row_input {
     device const float *x, *w;
     int norm, cols;                                       // NORM bits, or 0
@@ -782,8 +786,7 @@ static inline float sum_all(float v, threadgroup float *part, uint nsg, uint sg,
 }
 
 // The mean (0 unless CENTRED) of x[cols] and, as a result, the scale of its norm, in every thread
-// that sum_all serves. The variance takes a pass of its own, because most digits would cancel in
-// mean(x * x) - mean(x) * mean(x).
+// that sum_all serves. The variance has its own pass: mean(x * x) - mean(x)^2 would lose digits.
 static inline float norm_scale(device const float *x, int cols, float eps, threadgroup float *part,
         uint nsg, uint sg, uint lane, thread float *mean) {
     int first = 4 * (sg * SIMD_LANES + lane), all = 4 * nsg * SIMD_LANES;
@@ -1001,15 +1004,14 @@ kernel void embed(device const uchar *w, device const uchar *positions,
 
 // y[n][cols] = z / sqrt(mean(z * z) + eps) * w + bias, where z = x for RMSNorm, and x - mean(x) if
 // CENTRED. An epilogue follows, because Gemma adds a normed result to x, and the delta rule has a
-// gate. Without NORMED it copies x. Grid: a threadgroup for each row. Bound by memory: 4 FLOP a
-// value, for 3 or 4 floats.
+// gate. Without NORMED it copies x. Grid: a threadgroup for each row. Bound by memory.
 kernel void norm(device const float *x, device const float *w, device const float *bias,
         device const float *other, device float *y, device const int *now,
         constant struct norm_args *a, PLACE) {
     ulong at = (ulong)tg * a->cols;
-    int own = tg % a->groups * a->cols, pos = a->ring ? now[NOW_POS] + (int)tg : 0;
-    x += a->from ? (ulong)((pos + a->from) % a->ring) * a->cols : at;
-    y += (ulong)(a->to ? (pos + a->to) % a->ring : (int)tg) * a->step;
+    int own = tg % a->groups * a->cols, pos = a->states ? now[NOW_POS] + (int)tg : 0;
+    x += a->from ? (ulong)((pos + a->from) % a->states) * a->cols : at;
+    y += (ulong)(a->to ? (pos + a->to) % a->states : (int)tg) * a->step;
     float mean = 0.0f, scale = 1.0f;
     if (NORMED) scale = norm_scale(x, a->cols, a->eps, shared, nsg, sg, lane, &mean);
     for (int i = 4 * (int)tid; i < a->cols; i += 4 * nsg * SIMD_LANES) {
@@ -1058,8 +1060,7 @@ kernel void gate_inputs(device float *gate, device const float *inputs,
     if (t < a->n) gate[i] = activation(gate[i]) * inputs[(ulong)t * a->step + i % a->cols];
 }
 
-// x[n] times gates z, each of which serves `each` numbers: their sigmoid, or softplus.
-// Grid: a thread for each number.
+// x[n] times gates, sigmoid(z) or softplus(z), each for `each` numbers. Grid: a thread a number.
 kernel void gate_heads(device float *x, device const float *z, constant struct gate_args *a,
         PLACE) {
     int i = tg * MERGE_THREADS + tid;
@@ -1067,7 +1068,7 @@ kernel void gate_heads(device float *x, device const float *z, constant struct g
 }
 
 // Makes halves of a chunk's activations, for gemm: to[row][half_step(cols)] = x[row] / powers[row],
-// with zeros behind. A row's power of two brings its largest number to 2^14 .. 2^15, because half
+// then zeros. A row's power of two brings its largest number to 2^14 .. 2^15, because half
 // overflows with Gemma, and has fewer digits below 2^-14. gemm multiplies products by the power.
 // Grid: a threadgroup for each row; rows of x lie `step` apart.
 kernel void halve(device const float *x, device half *to, device float *powers,
@@ -1103,21 +1104,21 @@ kernel void halve(device const float *x, device half *to, device float *powers,
 // cache beside x itself, where it loads many rows of weights anyway; a dispatch more would cost
 // more. (A mean would cost 12 more, so LayerNorm, or a norm with a bias, is a dispatch.)
 
-// Which of three matrices has block i, if the first one has blocks 0 to n0 - 1, the second n0 to
-// n1 - 1 and the third all others? A block is a unit of gemv, or the rows of a tile of gemm.
+// Which of three matrices has number i, if the first has 0 to n0 - 1, the second n0 to n1 - 1, and
+// the third all others? They number threadgroups (gemv), rows (gemv_ring), or tiles' rows (gemm).
 static inline int matrix_of(int i, int n0, int n1) {
     if (i < n0) return 0;
     return i < n1 ? 1 : 2;
 }
-#define OF_THREE(which, a, b, c) ((which) == 0 ? (a) : (which) == 1 ? (b) : (c))
+#define OF_LAST_TWO(which, b, c) ((which) == 1 ? (b) : (c))
+#define OF_THREE(which, a, b, c) ((which) == 0 ? (a) : OF_LAST_TWO(which, b, c))
 
 // Which input does choice t have, or head t? Those of tokens are numbered one after the other.
 static inline int input_of(int t, constant struct product_args *a) {
     return EXPERTS == EXPERTS_GATHER ? t / a->each : t;
 }
 
-// rows in a unit, with the GLU of each matrix; with it, or experts, units of all matrices are as
-// large as the first one's
+// rows in a unit, of each matrix in a GLU's; with a GLU, or experts, as many for all matrices
 static inline int unit_rows(int format) {
     bool glu = EPILOGUE == EPILOGUE_GLU;
     return gemv_rows(glu || EXPERTS ? FORMAT_0 : format, UNIT_ROWS, TOKENS, glu);
@@ -1126,10 +1127,10 @@ static inline int unit_rows(int format) {
 // what is bound of a matrix; of experts or heads that of the first
 struct bound_matrix { device const uchar *w; device const float *bias, *scales; };
 
-// v[t][r] = factor * (scale * (W x[t])[row + r] + bias[row + r]), in all lanes, for the rows of a
-// unit, which may be behind the last one, and its tokens. W is matrix `which`; where each expert
-// has one, it is that of `expert`, which is 0 elsewhere. R is more than the unit's rows: then the
-// same rows of the next matrix follow, whose format is fb.
+// v[t][r] = factor * (scale * (W x[t])[row + r] + bias[row + r]), in all lanes, for all tokens and
+// all rows of a unit, of which some may lie past the last row. W is matrix `which`; where each
+// expert has one, it is that of `expert`, which is 0 elsewhere. R is more than the unit's rows:
+// then the same rows of the next matrix follow, whose format is fb.
 QUANT_INLINE void gemv_product(int fa, int fb, int R, int which, int unit, int expert,
         thread const struct bound_matrix *ma, thread const struct bound_matrix *mb,
         thread const struct row_input *in, constant struct product_args *a, thread float *v) {
@@ -1171,7 +1172,8 @@ static inline void gemv_unit(int fa, int fb, int which, int unit, int expert,
         thread const struct row_input *in, device const float *other, device float *y,
         constant struct product_args *a) {
     bool glu = EPILOGUE == EPILOGUE_GLU;
-    int each = unit_rows(fa), R = glu ? 2 * each : each, few = TOKENS > 1 ? a->few : 1;
+    int each = unit_rows(fa), R = glu ? 2 * each : each;
+    int few = TOKENS > 1 ? a->few : 1;
     float v[FEW * GEMV_ROWS];
     gemv_product(fa, fb, R, which, unit, expert, ma, mb, in, a, v);
     QUANT_UNROLL for (int k = 0; k < tokens_met(); k++)
@@ -1203,14 +1205,13 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
     int t = tg / a->units, u = tg % a->units;             // an output; a threadgroup for it
     int n0 = gemv_groups(FORMAT_0, a->w[0].rows, UNIT_ROWS, TOKENS, glu, nsg);
     int n1 = n0 + gemv_groups(FORMAT_1, a->w[1].rows, UNIT_ROWS, TOKENS, glu, nsg);
-    int which = glu ? 0 : matrix_of(u, n0, n1), format = which == 1 ? FORMAT_1 : FORMAT_2;
-    int e = 0;                                            // the expert, or the head
+    int which = glu ? 0 : matrix_of(u, n0, n1), e = 0;    // e: the expert, or the head
+    int format = which == 1 ? FORMAT_1 : FORMAT_2;
     struct bound_matrix up = {w1, bias1, scale1}, m = {OF_THREE(which, w0, w1, w2),
         OF_THREE(which, bias0, bias1, bias2), which ? scale1 : scale0};
     device float *y = OF_THREE(which, y0, y1, y2) + (ulong)t * a->w[which].out_step;
     x += (ulong)input_of(t, a) * a->x_step;
-    struct row_input in = {x, weights, NORMED, a->cols, lane, tid, nsg,
-                           shared + STAGED_SIMDGROUPS};
+    struct row_input in = {x, weights, NORMED, a->cols, lane, tid, nsg, shared + STAGED_SIMDGROUPS};
     if (EXPERTS) e = EXPERTS == EXPERTS_HEADS ? t % a->each : chosen[t];
     u = (u - OF_THREE(which, 0, n0, n1)) * (int)nsg + (int)sg;
     // matrices of one format share their code: a small program starts sooner
@@ -1225,31 +1226,36 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 // gemv_ring is gemv for GPUs that copy in the background: NVIDIA's. A token is some 200 launches of
 // a few microseconds, and gemv begins each by waiting, for its input, and then for its first
 // weights. Here two SIMD-groups, the copiers, do nothing but copy weights to slots of threadgroup
-// memory. They need no input but, with experts, the choice. From compute capability 9.0 on a launch
-// may begin before the previous one has ended: when its input is there, the first weights are, too.
+// memory, over and over; eight, the workers, multiply what is in them. Copiers need no input but,
+// with experts, the choice. From compute capability 9.0 on a launch may begin before the one before
+// it has ended: when its input is there, the first weights are, too.
 //
-// Gate and up of Qwen3-0.6B in Q4_0, for example, have 3,072 rows of 1,024 columns. On an H100 each
-// of 132 threadgroups has 23 or 24 rows of both, in tiles of 8 (without a GLU 16). A slot has a
-// piece of each row of a tile, here all 576 bytes of it; 112 KB have ten slots. The other eight
-// SIMD-groups, the workers, share the columns: each has a stretch of 128, which is four groups, and
-// lane l decodes group l % 4 of them in rows l / 4 and l / 4 + 8 of the slot. Wider rows take turns
-// of 1,024 columns, with a stretch for each worker. The workers' sums meet in threadgroup memory.
-// In long launches LANE_GROUPS is 2 if it can be: a lane has two neighbouring groups, which share
-// words in many formats, and a stretch has 256 columns.
+// An example: gate and up of Qwen3-0.6B in Q4_0, each 3,072 rows of 1,024 columns, on an H100:
+//   threadgroup   23 or 24 rows of gate and the same of up; there are 132, one on each core
+//   tile          the rows of a slot: 8 of gate and 8 of up (without a GLU 16 of one matrix)
+//   piece         a slot's columns of a row, about 1 KB (short copies are slow): here all 576 bytes
+//   slot          a piece of each row of a tile; 112 KB have ten slots
+//   turn          1,024 columns: a stretch for each of the eight workers; a piece has whole turns
+//   stretch       128 columns: four groups
+//   lane l        group l % 4 of its worker's stretch, in rows l / 4 and l / 4 + 8 of the slot
+// The sums that eight workers have of a row meet in threadgroup memory. In long launches
+// LANE_GROUPS is 2 if it can be: a lane has two neighbouring groups, which share words in many
+// formats, and a stretch has 256 columns.
 //
 // Activations are rounded to bytes as in the CPU's decode (round_32 in llm.c): the largest of a
-// group becomes 127 or -127. Staged inputs are [groups][tokens][RING_GROUP] words (see ring_group):
-// 32 bytes, and as floats the sums of the first 16 numbers and of the others, the scale, and the
-// sum of all. Sums of bytes times bytes are exact integers: no order or layout changes them.
+// group becomes 127 or -127. They are staged as [groups][tokens][RING_GROUP] words:
+//   0..7: 32 bytes | 8, 9: sums of the first and the last 16 numbers | 10: scale | 11: sum of all
+// Sums of bytes times bytes are exact integers: no order or layout changes them.
 //
-// Up to eight tokens meet weights when these are decoded. A matrix product serves two of TOKENS.
-// Each token's groups and squares are added in the order that they have for one token: so its sums
-// are the same bits. (Numbers of tokens past the last one are whatever is there.) With several
-// tokens arithmetic takes longer than copies. So where half of a core's memory does not do, two
-// TEAMS of workers each have 16 rows of a slot and all columns (see plan_ring). If staging in all
-// threadgroups would take long, ring_inputs has PACKED the inputs, and they come in one copy.
+// Up to eight TOKENS meet weights when these are decoded, two in a matrix product. Each token's
+// groups and squares are added in the order that they have for one token: so its sums are the same
+// bits. (Numbers of tokens past the last one are whatever is there.) With several tokens arithmetic
+// takes longer than copies. So where half of a core's memory does not do, two TEAMS of workers each
+// have 16 rows of a slot and all columns (see plan_ring). If staging in all threadgroups would take
+// long, ring_inputs has PACKED the inputs, and they come in one copy.
 //
-// Who waits for whom; each slot is filled once in a round, and rounds count from 0:
+// Who waits for whom. A slot is filled once in a round, and an mbarrier's phase ends when all have
+// arrived. Rounds and phases count from 0; one waits for a phase by its parity, 0, 1, 0 and so on:
 //   mbarrier        arrivals        a phase of it ends when              who waits
 //   full[slot]      16 to 64        all shares of its rows are there     workers: round r, phase r
 //   is_free[slot]   256 or 512      all workers' threads have read it    copiers: phase r - 1
@@ -1258,7 +1264,7 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 // of all are there. These have two buffers, so that nobody writes those that are still read.
 //
 // Its words, which GPUs without HAS_RING lack:
-//   mbarrier_init(b, n)             a phase of it ends with n arrivals; parities are 0, 1, 0 ..
+//   mbarrier_init(b, n)             a phase of it ends with n arrivals
 //   mbarrier_arrive(b)              one arrival
 //   copy_threads(n)                 how many threads share a copy, each with a call; at most n
 //   mbarrier_copy(b, to, from, bytes, i, n)   one arrival, once share i of n of these bytes is
@@ -1298,14 +1304,15 @@ QUANT_INLINE void group_add(int format, bool halves, int s0, int s1, thread cons
 }
 
 // Adds the parts of the two groups that a lane has decoded, qa of format fa in row l / 4 and qb of
-// fb in row l / 4 + 8, to acc[2 t] and acc[2 t + 1] of each token t, by products c += a b of four
-// codes of each lane's group, and the next four:
-//   row r of a        codes 0..3 of group 0 | of group 1 | of 2 | of 3 | codes 4..7 of group 0 | ..
-//   column 2 i of b   the first token's numbers where codes of group i meet them, or else zeros
-//   column 2 i + 1    the second token's
-//   c[r][2 i]         so that is the first token's sum of group i, in the lane that decoded it
-// x: the lane's group as it is staged; right: where its part of b is, in the group of the first
-// token or of the second, or in zeros.
+// fb in row l / 4 + 8, to acc[2 t] and acc[2 t + 1] of each token t, by products c += a b. A row of
+// a has four codes of each lane's group, then the next four. Columns of b have numbers of the first
+// token (1) or of the second (2) where codes of one group meet them, else zeros:
+//   a row of a       group 0 | group 1 | group 2 | group 3 | group 0, the next four | and so on
+//   column 0 of b    1 1 1 1 | . . . . | . . . . | . . . . | 1 1 1 1
+//   column 1 of b    2 2 2 2 | . . . . | . . . . | . . . . | 2 2 2 2
+//   column 2 of b    . . . . | 1 1 1 1 | . . . . | . . . . | . . . .                | and so on
+// So c[r][2 i] is the first token's sum of group i in row r, in the lane that has decoded it. x:
+// that group as it is staged; right: the lane's part of b, in either token's group or in zeros.
 QUANT_INLINE void codes_dot(int fa, int fb, thread const uint *qa, thread const uint *qb,
         thread const float *da, thread const float *db, threadgroup const float *x,
         threadgroup const float *right, thread float *acc) {
@@ -1343,8 +1350,8 @@ static inline int sums_met(void) { return ring_sums(TEAMS) / tokens_met(); }   /
 static inline int rows_met(void) { return sums_met() / row_sums(); }   // until the next barrier
 
 // The tile that begins at row r (numbers go on through all matrices or choices): its matrix, its
-// expert's choice, its first row in that matrix, and how many it has, none behind the matrix, the
-// threadgroup's end or the next barrier.
+// expert's choice, its first row in that matrix, and how many it has, none past the matrix, the
+// threadgroup's rows or those until the next barrier.
 struct ring_tile { int which, choice, row, n; };
 static inline struct ring_tile tile_at(int r, struct ring_thread me,
         constant struct product_args *a) {
@@ -1358,8 +1365,7 @@ static inline struct ring_tile tile_at(int r, struct ring_thread me,
     return tile;
 }
 
-// Row i of a slot: its matrix, and its row in the tile, or behind it. GLU: a team has 8 rows of
-// gate, then the same rows of up.
+// Row i of a slot: its matrix and its row in the tile, or past it. GLU: 8 of gate, then 8 of up.
 struct slot_row { int which, row; };
 static inline struct slot_row row_at(int i, struct ring_tile tile) {
     int of = RING_TILE / 2;
@@ -1367,7 +1373,7 @@ static inline struct slot_row row_at(int i, struct ring_tile tile) {
     return IS_GLU ? glu : plain;
 }
 
-// where a row's piece p begins, in bytes behind the bound address, which is a multiple of 16
+// where a row's piece p begins, in bytes from the bound address, which is a multiple of 16
 static inline ulong piece_start(struct slot_row x, struct ring_tile tile, int expert, int p,
         constant struct product_args *a) {
     constant struct kernel_matrix *m = &a->w[x.which];
@@ -1413,8 +1419,8 @@ static inline void ring_set_up(struct ring_memory m, uint tid, constant struct p
     threadgroup_barrier(mem_flags::mem_threadgroup);      // the mbarriers are there
 }
 
-// A copier's thread feeds its row of slot after slot, or its share of that, each as soon as it is
-// free again; behind a tile's last row with an empty copy, which arrives, too.
+// A copier's thread fills its row, or its share of a row, of slot after slot, as soon as each is
+// free again. A row past the tile's last gets an empty copy, which arrives, too.
 static inline void ring_feed(struct ring_memory m, struct ring_thread me, device const uchar *w0,
         device const uchar *w1, device const uchar *w2, device const int *chosen, int number,
         constant struct product_args *a) {
@@ -1426,7 +1432,7 @@ static inline void ring_feed(struct ring_memory m, struct ring_thread me, device
         int expert = EXPERTS ? chosen[tile.choice] : 0, bytes = a->w[x.which].piece_bytes;
         device const uchar *from = OF_THREE(x.which, w0, w1, w2);
         from += piece_start(x, tile, expert, p, a);
-        uint skew = (ulong)from % 16;
+        uint skew = (ulong)from % 16;                     // copies begin at multiples of 16
         uint n = skew + min(bytes, (int)a->w[x.which].row_bytes - p * bytes);
         if (at.round > 0) mbarrier_wait(&m.is_free[at.slot], (at.round - 1) % 2);
         if (x.row >= tile.n) n = 0;
@@ -1469,7 +1475,7 @@ static inline int worker_col(int n, int worker, uint lane) {
     return turn * ring_turn(LANE_GROUPS) + worker * ring_stretch(LANE_GROUPS) + 128 * step +
            4 * (int)lane;
 }
-// how many steps a worker has, one turn at least, which may be behind the row's end
+// how many steps a worker has, one turn at least, which may be past the row's end
 static inline int worker_steps(int cols, int worker) {
     int left = ring_padded(cols, LANE_GROUPS) - worker * ring_stretch(LANE_GROUPS);
     return max(div_up(left, ring_turn(LANE_GROUPS)), 1) * LANE_GROUPS;
@@ -1505,7 +1511,7 @@ static inline void ring_stage(struct row_input in, int t0, int by, int begin, in
             threadgroup float *to = inputs + col[j] / 32 * ring_group(tokens_met());
             to += t[j] * (TOKENS > 1 ? RING_GROUP : a->input);
             if (col[j] < ring_padded(in.cols, LANE_GROUPS))   // all lanes, or none
-                stage_four(v[j] * w[j], col[j] % 32, to);   // behind the row's end they are 0
+                stage_four(v[j] * w[j], col[j] % 32, to);   // past the row's end they are 0
             if (!NORMED || (u0 + j + 1) % each != 0) continue;
             square = simd_sum(square);
             if (in.lane == 0) squares[t[j] * RING_WORKERS + worker] = square;
@@ -1518,7 +1524,7 @@ static inline void ring_stage(struct row_input in, int t0, int by, int begin, in
 // Takes the n inputs that a threadgroup's rows need
 static inline void ring_take(struct ring_memory m, struct ring_thread me, device const float *x,
         device const float *weights, int n, constant struct product_args *a) {
-    if (PACKED) {                                         // squares, and inputs behind them
+    if (PACKED) {                                         // squares, then inputs
         threadgroup uchar *to = (threadgroup uchar *)m.squares;
         int bytes = 4 * (FEW * RING_WORKERS + a->input);
         input_wait();
@@ -1550,7 +1556,8 @@ QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra, threadgr
         QUANT_UNROLL for (int h = 0; h < LANE_GROUPS; h++) {
             threadgroup const float *group = x;
             group += (LANE_GROUPS * (i + mine) + h) * ring_group(tokens_met());
-            threadgroup const float *right = zero ? zeros : group + (second ? RING_GROUP : 0);
+            threadgroup const float *right = group + (second ? RING_GROUP : 0);
+            if (zero) right = zeros;
             group_decode(fa, as_other(ra), LANE_GROUPS * take | h, qa[h], da[h], da[h] + 2);
             group_decode(fb, as_other(rb), LANE_GROUPS * take | h, qb[h], db[h], db[h] + 2);
             codes_dot(fa, fb, qa[h], qb[h], da[h], db[h], group, right, acc);
@@ -1558,7 +1565,7 @@ QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra, threadgr
     }
 }
 
-// The same for a team's rows of piece p of a tile, when its slot is full. Rows behind the tile are
+// The same for a team's rows of piece p of a tile, when its slot is full. Rows past the tile's are
 // whatever is in the slot, and their sums are not used; a team may have no others.
 QUANT_INLINE void ring_piece(struct ring_memory m, struct ring_thread me, int slot, int round,
         struct ring_tile tile, int expert, int p, threadgroup const float *x,
@@ -1697,7 +1704,7 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
     for (int from = first, buffer = 0; from < end; from += rows_met(), buffer ^= 1) {
         int to = min(from + rows_met(), end);
         threadgroup float *sums = m.sums + buffer * RING_WORKERS * ring_sums(TEAMS);
-        struct ring_result soon = result_of(me, from, to, a);   // kept, it would cost registers
+        struct ring_result soon = result_of(me, from, to, a);   // anew below: few registers
         float old = soon.has && EPILOGUE == EPILOGUE_ADD ? other[soon.y] : 0.0f;   // is on its way
         ring_rows(m, me, &at, chosen, from, to, sums, a);
         workers_barrier(workers() * SIMD_LANES);          // all sums are there
@@ -1720,15 +1727,14 @@ kernel void ring_inputs(device const float *x, device const float *weights, devi
 }
 #endif
 
-// The place of the first (which = 0) or second number of pair p in a head. Behind the n_rot numbers
+// The place of the first (which = 0) or second number of pair p in a head. After the n_rot numbers
 // that RoPE rotates, pairs are neighbours, and stay as they are.
 static inline int pair_index(int p, int which, int n_rot) {
     bool apart = PAIRING == ROPE_HALVES && p < n_rot / 2;
     return apart ? p + which * (n_rot / 2) : 2 * p + which;
 }
 
-// A lane has pairs lane, lane + 32, .. of a head: how many numbers, the pair of number i, and
-// whether it is inside the head
+// A lane has pairs lane, lane + 32 ..: how many numbers; the pair of number i; is it in the head?
 static inline int lane_numbers(void) { return 2 * div_up(HEAD_DIM / 2, SIMD_LANES); }
 static inline int lane_pair(int i, uint lane) { return (int)lane + i / 2 * SIMD_LANES; }
 static inline bool pair_inside(int i, uint lane) { return lane_pair(i, lane) < HEAD_DIM / 2; }
@@ -1755,8 +1761,7 @@ QUANT_INLINE void head_norm(int which, thread const float *w, thread const float
 }
 
 // QK norm and RoPE of one head by one SIMD-group. Lane l gets pairs l, l + 32, ... in v, each of
-// them rotated: (x0 * cos - x1 * sin, x0 * sin + x1 * cos). angles[n_rot / 2][2] are the cosine and
-// sine of each pair's angle, from the host.
+// them rotated: (x0 * cos - x1 * sin, x0 * sin + x1 * cos); angles[n_rot / 2][2] has cos and sin.
 QUANT_INLINE void head_rope(int which, int head, device const float *x, device const float *w,
         device const float *bias, device const float *angles, constant struct attention_args *a,
         uint lane, thread float *v) {
@@ -1882,17 +1887,16 @@ QUANT_INLINE void softmax_add(int n, thread const half4 *k, thread const half4 *
 
 // One step of rows of the KV ring, from r0 on. rows_see loads their positions, which tell whether
 // any is seen; then rows_load loads all keys and values at once. A row that is not seen may hold
-// anything, even NaN, so a row that is seen is read in its place. Row `slot` is left out: this
-// dispatch writes it, perhaps at this moment.
+// anything, even NaN, so a seen row is read in its place. Row `into`, being written, is left out.
 struct kv_rows {
     int at, row, some;                                    // a lane's position and row; one seen, -1
     int seen[ATTENTION_ROWS], far[ATTENTION_ROWS];
     half4 k[QUADS_MAX * ATTENTION_ROWS], v[QUADS_MAX * ATTENTION_ROWS];
 };
-QUANT_INLINE bool rows_see(thread struct kv_rows *x, device const int *pos_k, int pos, int slot,
+QUANT_INLINE bool rows_see(thread struct kv_rows *x, device const int *pos_k, int pos, int into,
         int r0, int used, constant struct attention_args *a, uint lane) {
     int r = r0 + (int)lane % attention_step(ROW_LANES);
-    x->at = r < used && r != slot ? pos_k[r] : -1;
+    x->at = r < used && r != into ? pos_k[r] : -1;
     x->row = visible(x->at, pos, a) ? r : -1;
     x->some = simd_max(x->row);
     return x->some >= 0;                                  // in all lanes
@@ -1962,9 +1966,8 @@ static inline int query_slices(int pos, constant struct attention_args *a) {
 }
 
 // Merges, through threadgroup memory, the parts of lanes and SIMD-groups that had different rows.
-// The results of heads from `head` on go to out[n][n_head][VALUE_DIM]; or, where a query has
-// several slices, o, m and sum of each head and slice go to
-// out[n][n_head][a->slices][VALUE_DIM + 2].
+// The results of heads from `head` on go to out[n][n_head][VALUE_DIM]; or, if a query has several
+// slices, o, m and sum of each go to out[n][n_head][a->slices][VALUE_DIM + 2].
 QUANT_INLINE void attention_output(thread struct softmax_state *state, threadgroup float *shared,
         device const float *q, device const float *sinks, device float *out, int head, int heads,
         int slice, int slices, uint nsg, uint sg, uint lane, constant struct attention_args *a) {
@@ -2020,8 +2023,7 @@ QUANT_INLINE void attention_begin(device const float *q, threadgroup const float
     }
 }
 
-// Number i of a token's out[n_head][VALUE_DIM], from parts[n_head][a->slices][VALUE_DIM + 2], of
-// which a head has the first `slices`
+// Number i of a token's out[n_head][VALUE_DIM], from `slices` parts of [n_head][a->slices][..]
 static inline float merged_value(int i, int slices, device const float *q,
         device const float *sinks, device const float *parts, constant struct attention_args *a) {
     int head = i / VALUE_DIM, e = i % VALUE_DIM;
@@ -2043,24 +2045,30 @@ static inline float merged_value(int i, int slices, device const float *q,
 
 // Is row r of the KV ring one of the a->n that a pass writes whose first position is `start`?
 static inline bool row_is_new(int r, int start, constant struct attention_args *a) {
-    int behind = r - kv_row(start, a);
-    if (behind < 0 && r >= a->keep) behind += a->rows - a->keep;   // beyond the ring's end
-    return behind >= 0 && behind < a->n;
+    int after = r - kv_row(start, a);
+    if (after < 0 && r >= a->keep) after += a->rows - a->keep;   // positions go round
+    return after >= 0 && after < a->n;
 }
 
-// out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q . k) * v, for few queries.
+// Of a few tokens: out[n][n_head][VALUE_DIM] = sum over visible keys of softmax(scale * q . k) * v.
 // Who has what:
 //   a threadgroup      a token, up to QUERY_HEADS query heads of a KV head, and a slice of the KV
 //                      ring (a query has query_slices; threadgroups of slices past these are idle)
 //   SIMD-group sg      step slice * nsg + sg of the KV ring's rows, then every (slices * nsg)-th
 //   ROW_LANES lanes    ATTENTION_ROWS rows of each step
 //   a lane             every ROW_LANES-th quad of these rows, of the queries and of their sums
-//   the last slice     if FUSED the newest key, too: its last SIMD-group
+//     for example      with HEAD_DIM 128, 16 lanes share a row, so a step has 8 rows; of two slices
+//                      SIMD-group 3 of the second has rows 88..95, 216..223 and so on
+//   the last slice     if FUSED the newest key and value, too: its last SIMD-group
 //   all threads        at the end, the parts of lanes and SIMD-groups, see attention_output; in the
 //                      threadgroup of these heads that ends last, if MERGES, also those of slices
-// FUSED is 1 for one token: QK norm, RoPE and the write to the cache happen here, too. Then each
-// threadgroup of the last slice computes the newest key itself: another may still be writing it.
-// FUSED is 2 for a few tokens: each is computed in the order that it has alone. Of several slices
+// Where the newest key and value come from:
+//   FUSED   tokens    and then
+//   1       one       QK norm, RoPE and the write to the cache happen here. Each threadgroup of the
+//                     last slice computes the key: another one may still be writing it
+//   2       a few     rope has written them; they are added first, as if the token ran alone
+//   0       a chunk   rope has written them, or latent_row, or another layer: rows like all others
+// If MERGES, rows that earlier passes wrote are loaded before the input is there. Of several slices
 // the results go to parts[n][n_head][a->slices][..]. Bound by memory: 4 bytes of K and V serve 4
 // FLOP of each query head. More than ATTENTION_HEADS of them would take so many registers that too
 // few SIMD-groups could run at once to hide how long a load takes.
@@ -2077,7 +2085,7 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int start = now[NOW_POS], pos = start + t, used = min(start + a->n, a->rows);
     int slices = query_slices(pos, a);
     if (slice >= slices) return;                          // the whole threadgroup
-    int slot = FUSED ? kv_row(pos, a) : -1, rows = attention_step(ROW_LANES);
+    int into = FUSED ? kv_row(pos, a) : -1, rows = attention_step(ROW_LANES);
     threadgroup float *qs = shared, *ks = qs + QUERY_HEADS * HEAD_DIM;
     struct softmax_state state[ATTENTION_HEADS];
     struct kv_rows loaded;
@@ -2094,11 +2102,11 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     // rows of earlier passes are there; those that rope writes in this one come with the input
     int waits = FUSED != 1 && row_is_new(r + (int)lane % rows, start, a);
     if (!MERGES || simd_max(waits)) { input_wait(); }
-    bool some = MERGES && rows_see(&loaded, pos_k, pos, slot, r, used, a, lane);
+    bool some = MERGES && rows_see(&loaded, pos_k, pos, into, r, used, a, lane);
     if (some) rows_load(&loaded, k, v, pos, lane);
     if (FUSED != 1) { input_wait(); }
     for (int u = sg; FUSED == 1 && u < QUERY_HEADS + newest; u += nsg) {
-        bool key = u == QUERY_HEADS;                      // ks is behind qs
+        bool key = u == QUERY_HEADS;                      // ks comes after qs
         int h = key ? kv : min(head + u, last);
         threadgroup float *to = qs + u * HEAD_DIM;
         device const float *from = key ? k_new : q + h * query_step();
@@ -2116,16 +2124,16 @@ kernel void attention(device const float *v_new, device const float *angles,   /
     int all = nsg * SIMD_LANES;
     bool writes = FUSED == 1 && newest && unit % per_kv == 0;
     for (int i = tid; writes && i < HEAD_DIM; i += all)
-        k[(ulong)slot * HEAD_DIM + i] = cached_key(ks[i], v_new, i);
+        k[(ulong)into * HEAD_DIM + i] = cached_key(ks[i], v_new, i);
     for (int i = tid; writes && i < VALUE_DIM; i += all)
-        v[(ulong)slot * VALUE_DIM + i] = cached_value(v_new[i]);
-    if (writes && kv == 0 && tid == 0 && now[NOW_PLACED]) pos_k[slot] = pos;   // not read here
+        v[(ulong)into * VALUE_DIM + i] = cached_value(v_new[i]);
+    if (writes && kv == 0 && tid == 0 && now[NOW_PLACED]) pos_k[into] = pos;   // not read here
 
     if (newest && sg == nsg - 1)
-        attention_newest(ks, v_new, k + (ulong)slot * HEAD_DIM, v + (ulong)slot * VALUE_DIM, pos, a,
+        attention_newest(ks, v_new, k + (ulong)into * HEAD_DIM, v + (ulong)into * VALUE_DIM, pos, a,
                          lane, state);
     for (bool early = MERGES; r < used; r += next, early = false) {
-        if (!early) some = rows_see(&loaded, pos_k, pos, slot, r, used, a, lane);
+        if (!early) some = rows_see(&loaded, pos_k, pos, into, r, used, a, lane);
         if (!some) continue;
         if (!early) rows_load(&loaded, k, v, pos, lane);
         rows_add(&loaded, slope, a, state);
@@ -2147,7 +2155,7 @@ kernel void attention(device const float *v_new, device const float *angles,   /
         out[i] = merged_value(i, slices, q, sinks, parts, a);
 }
 
-// out[n][n_head][VALUE_DIM] from the parts of a long ring. Grid: a thread for each number.
+// out[n][n_head][VALUE_DIM] from the parts of a long KV ring. Grid: a thread for each number.
 kernel void attention_merge(device const float *q, device const int *now,
         device const float *sinks, device const float *parts, device float *out,
         constant struct attention_args *a, PLACE) {
@@ -2224,10 +2232,9 @@ static inline void block_add(int format, int which, device const uchar *w, int c
 //   x += Wo att,   h = activation(gate n) * (up n) where n = rms_norm(x),   x += down h
 // Why it is slower: a threadgroup runs on one core. A layer of Qwen3-0.6B has 12 MB of these
 // weights at 8 bits. One of an M1's eight cores may load some 8 of its 68 GB/s, which takes 1.5 ms.
-// The three dispatches of decode use all cores: 0.2 ms, and a few microseconds for two dispatches
-// more. Nor does it pay to keep all cores in one dispatch for a whole token: on an H100 a barrier
-// over the grid takes 1.5 to 2.2 us, in which memory idles, and the same kernels made 888 tokens a
-// second so, 1,045 as a graph of launches (8B: 231, 296).
+// The three dispatches of decode use all cores: 0.2 ms. One dispatch for a whole token is no gain:
+// on an H100 a barrier over the grid takes 1.5 to 2.2 us, in which memory idles, and the same
+// kernels made 888 tokens a second so, 1,045 as a graph of launches (8B: 231, 296).
 // x and h are in device memory, but only this threadgroup writes them, so barriers are enough.
 [[max_total_threads_per_threadgroup(BLOCK_THREADS)]]
 kernel void ffn_block(device const uchar *wo, device const uchar *gate, device const uchar *up,
@@ -2254,14 +2261,14 @@ kernel void ffn_block(device const uchar *wo, device const uchar *gate, device c
 // A tile has TILE_TOKENS x TILE_ROWS outputs, and two threads for each row. In a step of GEMM_K
 // columns each thread decodes one of its row's two groups of 32 weights. With two BUFFERS a step's
 // operands are on their way while those of the step before are multiplied: activations are copied
-// in the background, weights in blocks loaded and decoded to registers before the product, stored
+// in the background; weights of a block format are decoded to registers before the product, stored
 // after it. Apple's threadgroups have too little memory for two: several on a core wait in turn.
 //
 // An example: 40 tokens, 96 rows, 64 columns. The host takes tiles of 64 tokens x 64 rows. They are
 // two threadgroups of 128 threads: one for rows 0..63, one for rows 64..95. A step is 64 columns,
 // so there is one, in which thread 5 decodes columns 32..63 of its tile's row 2. SIMD-group sg
 // multiplies 2 x 2 matrices, for tokens from sg % 2 * 32 on and rows of the tile from sg / 2 * 32
-// on. Behind the last token and row a tile repeats these, but nobody writes the sums: tokens 40..63
+// on. Past the last token and row a tile repeats these, but nobody writes the sums: tokens 40..63
 // and, in the second threadgroup, all that SIMD-groups 2 and 3 have computed.
 
 // What a threadgroup computes: rows from `row` on of matrix m, with bytes w. from[TILE_TOKENS], in
@@ -2275,19 +2282,18 @@ struct gemm_tile {
     uint tid, sg;
 };
 
-// A SIMD-group has tile_down x tile_across matrices (tokens x rows); in larger tiles two
-// SIMD-groups share the same rows.
+// A SIMD-group has tile_down x tile_across matrices (tokens x rows); in large tiles two share rows
 static inline int tile_across(void) { return TILE_TOKENS > 16 ? 2 : 1; }
 static inline int tile_down(void) { return TILE_TOKENS / (16 * tile_across()); }
 static inline int tile_token(uint sg) { return (int)sg % tile_across() * 16 * tile_down(); }
 static inline int tile_row(uint sg) { return (int)sg / tile_across() * 16 * tile_across(); }
 
-// weights of row number r of the tile; behind the last row, that one's
+// weights of row number r of the tile; past the last row, that one's
 static inline device const uchar *tile_weights(thread const struct gemm_tile *t, int r) {
     return t->w + (ulong)min(t->row + r, t->m->rows - 1) * t->m->row_bytes;
 }
 
-// xs[TILE_TOKENS][GEMM_STRIDE] = a step's columns of x; behind it, if W's format is float,
+// xs[TILE_TOKENS][GEMM_STRIDE] = a step's columns of x; after it in memory, if W's format is float,
 // ws[TILE_ROWS][GEMM_STRIDE] = those of W. Neighbouring threads take neighbours, eight each.
 static inline void stage_rows(int format, thread const struct gemm_tile *t, int k0,
         threadgroup half *xs) {
@@ -2315,7 +2321,7 @@ static inline void stage_rows(int format, thread const struct gemm_tile *t, int 
     }
 }
 
-// The thread's group of a step, if W's format has blocks; behind the last column, zeros
+// The thread's group of a step, if W has a block format; past the last column, zeros
 struct weight_group { uint q[8]; float d[2], m[2]; };
 static inline void fetch_group(int format, thread const struct gemm_tile *t, int k0,
         thread struct weight_group *g) {
@@ -2357,22 +2363,22 @@ QUANT_INLINE void tile_multiply(threadgroup const half *xs, threadgroup const ha
 // c = the SIMD-group's part of the tile
 static inline void tile_product(int format, thread const struct gemm_tile *t,
         threadgroup half *buffers, thread float16x16 *c) {
-    const int behind = TILE_TOKENS * GEMM_STRIDE, size = behind + TILE_ROWS * GEMM_STRIDE;
+    const int ws = TILE_TOKENS * GEMM_STRIDE, size = ws + TILE_ROWS * GEMM_STRIDE;   // W after x
     struct weight_group g;
-    int now = 0, next = BUFFERS > 1 ? size : 0;
+    int at = 0, next = BUFFERS > 1 ? size : 0;
     stage_rows(format, t, 0, buffers);
     fetch_group(format, t, 0, &g);
-    stage_group(format, &g, t->tid, buffers + behind);
+    stage_group(format, &g, t->tid, buffers + ws);
     for (int k0 = 0; k0 < t->cols; k0 += GEMM_K) {
         copies_wait();
         threadgroup_barrier(mem_flags::mem_threadgroup);      // staged; the other is read no more
         if (BUFFERS > 1) stage_rows(format, t, k0 + GEMM_K, buffers + next);
         fetch_group(format, t, k0 + GEMM_K, &g);
-        tile_multiply(buffers + now, buffers + now + behind, t->sg, c);
+        tile_multiply(buffers + at, buffers + at + ws, t->sg, c);
         if (BUFFERS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);     // read no more
         if (BUFFERS == 1) stage_rows(format, t, k0 + GEMM_K, buffers);
-        stage_group(format, &g, t->tid, buffers + next + behind);
-        now = next;
+        stage_group(format, &g, t->tid, buffers + next + ws);
+        at = next;
         next = BUFFERS > 1 ? size - next : 0;
     }
     copies_wait();
@@ -2380,11 +2386,10 @@ static inline void tile_product(int format, thread const struct gemm_tile *t,
 }
 
 // y0[tokens][rows] = x[tokens][cols] times W0[rows][cols] transposed, with a bias and the epilogue,
-// which may read other[tokens][rows]. x and powers are halve's. y1 and y2 are made in the same way
-// of W1 and W2, where there are several matrices for the same x (Q, K and V).
-// Grid: tiles; those of the same rows are neighbours, so that weights come from memory about once
-// per chunk. A step of 128 x 128 is 2 * 128 * 128 * 64 FLOP on 16 KB of x and 4.5 (q4_0) to 16 KB
-// (f16) of W, some 80 FLOP a byte from the cache.
+// which may read other[tokens][rows]. x and powers are halve's. y1 and y2 are made of W1 and W2 if
+// there are several matrices for x (Q, K and V). Grid: tiles; those of the same rows are
+// neighbours, so that weights come from memory about once per chunk. A step of 128 x 128 is
+// 2 * 128 * 128 * 64 FLOP on 16 KB of x and 4.5 (q4_0) to 16 KB (f16) of W, some 80 FLOP a byte.
 // EXPERTS: rows of y are choices in the order of sort_choices, which also tells each tile's expert
 // and rows. EXPERTS_GATHER: x is in the order of tokens; EXPERTS_SORTED: x is in the order of y.
 // EXPERTS_HEADS: each of the `each` heads of a token has a matrix, a row of x and one of y.
@@ -2399,9 +2404,9 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
     threadgroup half *buffers = (threadgroup half *)(shared + TILE_TOKENS);
     int tiles = a->tiles, tile = tg % tiles, token = tile * TILE_TOKENS, end = a->tokens;
     int n0 = div_up(a->w[0].rows, TILE_ROWS), n1 = n0 + div_up(a->w[1].rows, TILE_ROWS);
-    int block = tg / tiles, expert = 0;
-    if (EXPERTS == EXPERTS_HEADS) expert = block / n0, block %= n0;
-    int which = matrix_of(block, n0, n1), rows = a->w[which].rows;
+    int across = tg / tiles, expert = 0;                      // tile: along tokens; across: rows
+    if (EXPERTS == EXPERTS_HEADS) expert = across / n0, across %= n0;
+    int which = matrix_of(across, n0, n1), rows = a->w[which].rows;
     if (EXPERTS == EXPERTS_GATHER || EXPERTS == EXPERTS_SORTED) {
         expert = expert_tile[3 * tile];
         token = expert_tile[3 * tile + 1];
@@ -2417,7 +2422,7 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);          // `from` is there
     device const uchar *w = OF_THREE(which, w0, w1, w2) + a->w[which].start;
-    int row = (block - OF_THREE(which, 0, n0, n1)) * TILE_ROWS;
+    int row = (across - OF_THREE(which, 0, n0, n1)) * TILE_ROWS;
     struct gemm_tile t = {x, from, w, &a->w[which], a->cols, row, tid, sg};
     float16x16 c[8];
     QUANT_UNROLL for (int i = 0; i < tile_down() * tile_across(); i++) zero16(&c[i]);
@@ -2451,8 +2456,7 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
 
 // QK norm, RoPE and the write to the cache, which attention does by itself if FUSED is 1:
 // q[n][n_head][query_step] in place, k_new[n][n_kv][HEAD_DIM] and v_new[n][n_kv][VALUE_DIM] as half
-// to their rows of the KV ring; angles[n][n_rot / 2][2]. Grid: a SIMD-group for each head of a
-// token: queries, keys, values.
+// to their rows of the KV ring; angles[n][n_rot / 2][2]. Grid: a SIMD-group a head, q, then k, v.
 kernel void rope(device const float *v_new, device const float *angles,
         device const float *q_norm, device const float *k_norm, device const float *q_bias,
         device const float *k_bias, device const float *k_new, device float *q, device half *k,
@@ -2483,15 +2487,15 @@ kernel void rope(device const float *v_new, device const float *angles,
     }
 }
 
-// The first tile after that at r0 in which some query sees a key. *key becomes the position in its
-// row number `lane`, *ahead that in the tile behind it, which is loaded before it is needed.
+// The first tile after that at r0 in which some query sees a key. *key_pos becomes the position in
+// its row number `lane`, *ahead that in the tile after it, which is loaded before it is needed.
 static inline int flash_next(device const int *pos_k, int r0, int used, int first, int last,
-        uint lane, constant struct attention_args *a, thread int *key, thread int *ahead) {
+        uint lane, constant struct attention_args *a, thread int *key_pos, thread int *ahead) {
     bool seen = false;
     while (r0 < used && !seen) {
         r0 += FLASH_KEYS;
         int r = r0 + FLASH_KEYS + (int)lane, pos = *ahead;
-        *key = pos;
+        *key_pos = pos;
         *ahead = r < used ? pos_k[r] : -1;
         seen = visible(pos, min(max(first, pos), last), a);   // from the query nearest to it
         seen = simd_max((int)seen) > 0;                   // the same for all SIMD-groups
@@ -2513,15 +2517,15 @@ static inline int value_stride(void) {
 }
 
 // tile[FLASH_KEYS][flash_row] = rows of the KV ring from r0 on, copied in the background. Empty
-// rows, which may hold NaN (and 0 * NaN is NaN), become zeros, and so do columns behind the head's.
-static inline void flash_copy(device const half *from, int dim, int r0, int key, uint tid,
+// rows, which may hold NaN (and 0 * NaN is NaN), become zeros, and so do columns past the head's.
+static inline void flash_copy(device const half *from, int dim, int r0, int key_pos, uint tid,
         threadgroup half *tile) {
     const int across = flash_cols(dim, flash_ways()) / 8;
     const int count = div_up(across * FLASH_KEYS, FLASH_THREADS);
     QUANT_UNROLL for (int j = 0; j < count; j++) {
         int i = (int)tid + j * FLASH_THREADS, e = i % across * 8;
         int r = min(i / across, FLASH_KEYS - 1);
-        bool empty = simd_shuffle(key, r) < 0 || e >= dim;
+        bool empty = simd_shuffle(key_pos, r) < 0 || e >= dim;
         threadgroup half *to = tile + r * flash_row(dim, flash_ways()) + e;
         device const half *at = from + (ulong)(r0 + r) * dim + e;
         if (i >= across * FLASH_KEYS) continue;
@@ -2548,7 +2552,7 @@ static inline void flash_barrier(void) {
 // scores. Half is enough, as none is above 1. `all`: each query sees each key. Returns the factor
 // by which earlier sums shrink, and leaves it in diagonals[2][8][8] for scale16.
 static inline float flash_softmax(threadgroup const float *parts, threadgroup float *scores,
-        int key, bool all, int pos, float slope, uint lane, constant struct attention_args *a,
+        int key_pos, bool all, int pos, float slope, uint lane, constant struct attention_args *a,
         thread float *m, thread float *sum) {
     int row = lane / 2, first = lane % 2 * 16;
     threadgroup float *diagonals = scores + 16 * FLASH_STRIDE;
@@ -2563,7 +2567,7 @@ static inline float flash_softmax(threadgroup const float *parts, threadgroup fl
     }
     if (ALIBI || !all)
         QUANT_UNROLL for (int i = 0; i < 16; i++) {
-            int at = simd_shuffle(key, first + i);
+            int at = simd_shuffle(key_pos, first + i);
             s[i] = visible(at, pos, a) ? score_of(s[i], slope, abs(pos - at), a) : UNSEEN;
         }
     else if (SOFTCAPPED)
@@ -2657,27 +2661,27 @@ QUANT_INLINE void flash_output(thread const float16x16 *o, int col, int t, int h
 // The same as attention, for a chunk, with products of matrices. Grid: a threadgroup for each
 // FLASH_QUERIES queries of a head, of which a SIMD-group has 16. Wide heads leave registers for 16
 // queries in all: then each SIMD-group has a quarter of the columns of their keys and values, and
-// adds up the four parts of the scores. The ring is taken in tiles of FLASH_KEYS rows; tiles in
+// adds up the four parts of the scores. The KV ring is taken in tiles of FLASH_KEYS rows; tiles in
 // which no query sees a key are skipped. Scores, maxima, sums and outputs are float; outputs stay
 // in registers. A byte of the KV ring serves 64 queries (16 of wide heads), not 1 or 2. With two
-// BUFFERS the next tile is copied meanwhile; with one, for Apple's smaller memory, values replace
-// the keys.
+// BUFFERS the next tile is copied meanwhile; with one (Apple) values take the place of keys.
 kernel void flash_attention(device const float *q, device const half *k, device const half *v,
         device const int *pos_k, device const int *now, device const float *slopes,
         device const float *sinks, device float *out, constant struct attention_args *a, PLACE) {
     const int ways = flash_ways(), queries = FLASH_QUERIES / ways;
-    const int behind = BUFFERS > 1 && !values_in_keys() ? FLASH_KEYS * key_stride() : 0;
-    const int size = BUFFERS > 1 ? behind + FLASH_KEYS * value_stride() : 0;
+    const int at_v = BUFFERS > 1 && !values_in_keys() ? FLASH_KEYS * key_stride() : 0;
+    const int size = BUFFERS > 1 ? at_v + FLASH_KEYS * value_stride() : 0;
     threadgroup float *scores = shared + sg * FLASH_OWN;              // and diagonals[2][8][8]
     threadgroup float *parts = ways > 1 ? shared : scores;
     threadgroup half *tiles = (threadgroup half *)(shared + FLASH_SIMDGROUPS * FLASH_OWN);
-    int head = tg % a->n_head, blocks = div_up(a->n, queries), buffer = 0;
-    int t0 = (blocks - 1 - (int)tg / a->n_head) * queries, own = t0 + (ways > 1 ? 0 : sg * 16);
+    // first queries of the threadgroup and SIMD-group; late ones, which see most, run first
+    int head = tg % a->n_head, query_tiles = div_up(a->n, queries), buffer = 0;
+    int t0 = (query_tiles - 1 - (int)tg / a->n_head) * queries, own = t0 + (ways > 1 ? 0 : sg * 16);
     int t = own + lane / 2, pos = now[NOW_POS], first = pos + t0;
     int last = pos + min(t0 + queries, a->n) - 1, group = a->n_head / a->n_kv;
     int key_col = ways > 1 ? (int)sg * key_cols() : 0;
     int value_col = ways > 1 ? (int)sg * value_cols() : 0;
-    int used = min(pos + a->n, a->rows), key = -1, ahead = (int)lane < used ? pos_k[lane] : -1;
+    int used = min(pos + a->n, a->rows), key_pos = -1, ahead = (int)lane < used ? pos_k[lane] : -1;
     half16x16 mq[NARROW_MAX / 16];
     float16x16 o[NARROW_MAX / 16];
     float m = UNSEEN, sum = 0.0f, slope = ALIBI ? slopes[head] * LOG2E : 0.0f;
@@ -2687,21 +2691,21 @@ kernel void flash_attention(device const float *q, device const half *k, device 
     q += ((ulong)t0 * a->n_head + head) * query_step();
     flash_queries(q, t0, own, key_col, scale, scores, lane, a, mq);
     QUANT_UNROLL for (int d = 0; d < value_cols() / 16; d++) zero16(&o[d]);
-    int r0 = flash_next(pos_k, -FLASH_KEYS, used, first, last, lane, a, &key, &ahead);
-    if (r0 < used) flash_copy(k, HEAD_DIM, r0, key, tid, tiles);
-    if (behind && r0 < used) flash_copy(v, VALUE_DIM, r0, key, tid, tiles + behind);
+    int r0 = flash_next(pos_k, -FLASH_KEYS, used, first, last, lane, a, &key_pos, &ahead);
+    if (r0 < used) flash_copy(k, HEAD_DIM, r0, key_pos, tid, tiles);
+    if (at_v && r0 < used) flash_copy(v, VALUE_DIM, r0, key_pos, tid, tiles + at_v);
     while (r0 < used) {
-        threadgroup half *keys = tiles + buffer * size, *values = keys + behind;
-        int here = key, at = r0;
-        bool all = simd_min((int)(visible(key, pos + own, a) &&
-                                  visible(key, min(pos + own + 15, last), a))) > 0;
+        threadgroup half *keys = tiles + buffer * size, *values = keys + at_v;
+        int here = key_pos, at = r0;                          // this tile's: both go on below
+        bool all = simd_min((int)(visible(key_pos, pos + own, a) &&
+                                  visible(key_pos, min(pos + own + 15, last), a))) > 0;
         copies_wait();
         threadgroup_barrier(mem_flags::mem_threadgroup);      // a tile is there, the other one used
         buffer = 1 - buffer;
-        r0 = flash_next(pos_k, r0, used, first, last, lane, a, &key, &ahead);
+        r0 = flash_next(pos_k, r0, used, first, last, lane, a, &key_pos, &ahead);
         threadgroup half *next = tiles + buffer * size;
-        if (BUFFERS > 1 && r0 < used) flash_copy(k, HEAD_DIM, r0, key, tid, next);
-        if (behind && r0 < used) flash_copy(v, VALUE_DIM, r0, key, tid, next + behind);
+        if (BUFFERS > 1 && r0 < used) flash_copy(k, HEAD_DIM, r0, key_pos, tid, next);
+        if (at_v && r0 < used) flash_copy(v, VALUE_DIM, r0, key_pos, tid, next + at_v);
         flash_scores(mq, keys, key_col, scores);
         flash_barrier();                                      // scores are there
         float shrink = flash_softmax(parts, scores, here, all, pos + t, slope, lane, a, &m, &sum);
@@ -2715,7 +2719,7 @@ kernel void flash_attention(device const float *q, device const half *k, device 
         flash_values(scores, values, value_col, shrinks, o);
         if (BUFFERS == 1) {
             threadgroup_barrier(mem_flags::mem_threadgroup);  // values are used
-            if (r0 < used) flash_copy(k, HEAD_DIM, r0, key, tid, tiles);
+            if (r0 < used) flash_copy(k, HEAD_DIM, r0, key_pos, tid, tiles);
         }
     }
     out += ((ulong)t * a->n_head + head) * VALUE_DIM;
@@ -2730,9 +2734,8 @@ kernel void flash_attention(device const float *q, device const half *k, device 
 // token, or a few, they are
 //   gemv (norm, router) | choose_experts | gemv (norm, gate, up, activation) | gemv (down) |
 //   weigh_experts (the weighted sum, added to x)
-// and read the weights of the chosen experts only.
-// A chunk's choices are sorted by expert, so that gemm decodes an expert's weights once for all its
-// tokens; then each token adds up its results.
+// and read the weights of the chosen experts only. A chunk's choices are sorted by expert, so that
+// gemm decodes an expert's weights once for all its tokens; then each token adds up its results.
 
 // chosen[n][n_used] = the experts with the highest scores for each token, best first, and
 // weight[n][n_used]. A score is a probability, by softmax or sigmoid, plus a bias; a weight is the
@@ -2800,8 +2803,7 @@ kernel void choose_experts(device float *route, device const float *bias, device
 }
 
 // to[n * n_used][dim] = weight * x for each choice of n tokens, which sort_choices has sorted if
-// there are several. The weight becomes 1: it is a factor of the input instead of the result.
-// Grid: a threadgroup for each choice.
+// there are several. A weight, now a factor of the input, becomes 1. Grid: a threadgroup a choice.
 kernel void weigh_inputs(device const float *x, device const int *order, device float *weight,
         device float *to, constant struct weigh_inputs_args *a, PLACE) {
     int choice = a->sorted ? order[tg] : (int)tg;
@@ -2815,9 +2817,8 @@ kernel void weigh_inputs(device const float *x, device const int *order, device 
 
 // Sorts a chunk's choices by expert: order[i] = token * n_used + k is choice k of a token, and
 // place[order[i]] = i. tile[tiles][3] has an expert (-1: none), and the first and the end of up to
-// a->tile of its choices. One threadgroup: choices are cut into as many pieces as leave a thread
-// for each expert and piece, but have 32 choices each. It counts those; when all threads have, it
-// knows where its own begin.
+// a->tile of its choices. One threadgroup: choices are cut into pieces, of 32 or more, so that each
+// expert and piece has a thread, which counts its choices. Then it knows where its own begin.
 kernel void sort_choices(device const int *chosen, device int *order, device int *place,
         device int *tile, constant struct sort_args *a, PLACE) {
     threadgroup int *count = (threadgroup int *)shared;       // [n_expert][pieces]
@@ -2844,7 +2845,7 @@ kernel void sort_choices(device const int *chosen, device int *order, device int
             tile[3 * n + 1] = at + i;
             tile[3 * n + 2] = at + min(i + a->tile, own);
         }
-        for (; u == a->n_expert - 1 && n < a->tiles; n++) tile[3 * n] = -1;   // behind the last
+        for (; u == a->n_expert - 1 && n < a->tiles; n++) tile[3 * n] = -1;   // past the last
         for (int i = 0; i < piece; i++) at += count[e * pieces + i];
         int end = min((piece + 1) * size, a->choices);
         for (int i = piece * size; i < end; i += 8) {
@@ -2859,9 +2860,8 @@ kernel void sort_choices(device const int *chosen, device int *order, device int
     }
 }
 
-// y[n][dim] = the sum of weight * out over a token's choices, plus the shared expert's result, with
-// the epilogue; choice i is in row place[i] of out if they are sorted, else in row i. Grid: a
-// threadgroup for each token.
+// y[n][dim] = the epilogue of the sum of weight * out over a token's choices, plus shared_out.
+// Choice i is row place[i] of out if they are sorted, else row i. Grid: a threadgroup a token.
 kernel void weigh_experts(device const float *out, device const float *weight,
         device const int *place, device const float *shared_out, device const float *route,
         device const float *other, device float *y, constant struct weigh_args *a, PLACE) {
@@ -2869,7 +2869,7 @@ kernel void weigh_experts(device const float *out, device const float *weight,
     int first = tg * a->n_used;
     for (int j = tid; j < a->dim; j += nsg * SIMD_LANES) {
         ulong at = (ulong)tg * a->dim + j;
-        float sum = a->shared ? factor * shared_out[at] : 0.0f;
+        float sum = a->joined ? factor * shared_out[at] : 0.0f;
         for (int i = first; i < first + a->n_used; i++)
             sum += weight[i] * out[(ulong)(a->sorted ? place[i] : i) * a->dim + j];
         finish(&y[at], sum * a->factor, 0, has_other() ? other[at] : 0.0f);
@@ -2883,7 +2883,7 @@ kernel void weigh_experts(device const float *out, device const float *weight,
 //   gemv (norm; q, k, v and z) | gemv (norm; alpha, beta) | delta_conv | delta_rule |
 //   norm (of each head, times silu(z)) | gemv (added to x)
 // KDA has two gemv of three, for q, k and v, and for z, alpha and beta; maybe one more for alpha
-// and for z; and gate_heads behind its norm, which has no gate. A state space:
+// and for z; and gate_heads after its norm, which has no gate. A state space:
 //   gemv (norm; x, b and c; z; dt) | delta_conv | delta_rule (times silu(z)) |
 //   norm (of each group of heads) | gemv (added to x)
 // The short convolution:
@@ -2933,10 +2933,10 @@ kernel void delta_conv(device const float *mix, device float *state, device cons
 static inline int delta_wide(void) { return delta_width(HEAD_DIM); }
 static inline int delta_quads(void) { return delta_wide() / 4 / DELTA_LANES; }
 
-// the column of S that is number i of a lane, whose rank among the lanes of its row is `rank`
+// the column of S that is number i of a lane; rank: of the lane, among those that share its row
 static inline int delta_col(int i, int rank) { return i / 4 * 32 + rank * 4 + i % 4; }
 
-// what a block has in threadgroup memory, and the comment of delta_rule explains
+// what a BLOCK has in threadgroup memory, and the comment of delta_rule explains
 struct delta_shared {
     threadgroup float *ks, *qs, *gs;                      // [BLOCK][delta_wide]; gs if CHANNELS
     threadgroup float *kk, *kq;                           // [BLOCK][BLOCK]
@@ -2954,9 +2954,9 @@ static inline float channel_decay(float x, float decay, float lower) {
     return exp(lower < 0.0f ? lower * sigmoid(decay * x) : decay * softplus(x));
 }
 
-// What a thread loads for a block of tokens, while the block before is computed: of tokens sg and
+// What a thread loads for a BLOCK of tokens, while the one before is computed: of tokens sg and
 // sg + UNIT_SIMDGROUPS every 32nd number of k and q from `lane` on, alpha (one, or as many) and
-// beta; of the token that its rank says, its row's v, and in a state space its z.
+// beta; of token number `rank`, its row's v, and in a state space its z.
 struct delta_input {
     float k[DELTA_OWN][NARROW_MAX / 32], q[DELTA_OWN][NARROW_MAX / 32];
     float alpha[DELTA_OWN][NARROW_MAX / 32], beta[DELTA_OWN], v, z;
@@ -2983,7 +2983,7 @@ QUANT_INLINE void delta_load(device const float *k, device const float *q, devic
     in->z = ASKS ? 0.0f : z[(ulong)mine * a->n_value * a->dv];
 }
 
-// Stages k, q, the decays and b of a block's tokens, of which `left` are there; also leaves k and q
+// Stages k, q, the decays and b of a BLOCK's tokens, of which `left` are there; also leaves k and q
 // in `in` as they are staged. dt and decay are those of all heads.
 QUANT_INLINE void delta_stage(thread struct delta_input *in, thread const struct delta_shared *to,
         device const float *dt, device const float *decay, int h, int left, uint sg, uint lane,
@@ -2991,7 +2991,7 @@ QUANT_INLINE void delta_stage(thread struct delta_input *in, thread const struct
     QUANT_UNROLL for (int i = 0; i < DELTA_OWN && i * UNIT_SIMDGROUPS < BLOCK; i++) {
         int t = (int)sg + i * UNIT_SIMDGROUPS;
         float k2 = 0.0f, q2 = 0.0f, step = CHANNELS ? 0.0f : softplus(in->alpha[i][0] + dt[h]);
-        bool there = t < left;                                // behind the last, nothing changes S
+        bool there = t < left;                                // past the last, nothing changes S
         QUANT_UNROLL for (int n = 0; n < delta_quads(); n++) {
             k2 += in->k[i][n] * in->k[i][n];
             q2 += in->q[i][n] * in->q[i][n];
@@ -3067,7 +3067,7 @@ QUANT_INLINE void delta_ask(thread const struct delta_shared *from, thread float
     }
 }
 
-// w[t] of all tokens. v is that of the token that the lane's rank says; the result is its out[t].
+// w[t] of all tokens. v is that of token number `rank`; the result is its out[t].
 QUANT_INLINE float delta_solve(thread const struct delta_shared *from, float v, int rank, uint lane,
         thread const float *asked, thread float *found, thread float *w) {
     float since = 1.0f, mine = 0.0f;                          // since: G(-1, t)
@@ -3083,7 +3083,7 @@ QUANT_INLINE float delta_solve(thread const struct delta_shared *from, float v, 
     return mine;
 }
 
-// S behind the block, for the lane's row
+// S after the BLOCK, for the lane's row
 QUANT_INLINE void delta_update(thread const struct delta_shared *from, thread float *w, int rank,
         thread float *s) {
     float since = 1.0f, fade[NARROW_MAX / DELTA_LANES];       // G(t, last), with CHANNELS of each
@@ -3114,8 +3114,8 @@ QUANT_INLINE void delta_update(thread const struct delta_shared *from, thread fl
 //   S *= g,   S += softplus(alpha + dt) * x k',   out = (S q + skip * x) * silu(z)
 // or where CHANNELS have decays of their own, with alpha[dk], dt[dk] and g[dk], the delta rule with
 //   g = exp(decay * softplus(alpha + dt)),   or   g = exp(lower * sigmoid(decay * (alpha + dt)))
-// BLOCK tokens are computed at once (as in arXiv 2406.06484): token t finds the S before the block,
-// and what the block's tokens wrote, all decayed since. With G(j, t) = g[j + 1] ... g[t] and S of
+// BLOCK tokens are computed at once (as in arXiv 2406.06484): token t finds the S before the BLOCK,
+// and what the BLOCK's tokens wrote, all decayed since. With G(j, t) = g[j + 1] ... g[t] and S of
 // token -1:
 //   w[t] = b[t] * (v[t] - G(-1, t) S k[t] - sum over j < t of w[j] G(j, t) k[j]' k[t])
 //   out[t] = G(-1, t) S q[t] + sum over j <= t of w[j] G(j, t) k[j]' q[t]
@@ -3124,7 +3124,7 @@ QUANT_INLINE void delta_update(thread const struct delta_shared *from, thread fl
 // G(j, t) is a vector, a factor of S's and k's columns. A few tokens have a BLOCK of 1: each is
 // computed as it is alone.
 // Grid: threadgroups of a head's rows, with a SIMD-group for DELTA_UNIT of them. The k and q of a
-// block are staged, and all k[j]' k[t] and k[j]' q[t], by the SIMD-group that has staged token t.
+// BLOCK are staged, and all k[j]' k[t] and k[j]' q[t], by the SIMD-group that has staged token t.
 // Eight lanes share a row: lane l has row l / 8, and of it every eighth quad from l % 8 on. In
 // memory S is as llm.c has it, [dv / 64][dk][64]. A row of mix[n] has q and k of n_key heads, and
 // v; or in a state space x, k and q.
@@ -3136,7 +3136,7 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     int row = (tg % groups * nsg + sg) * DELTA_UNIT + lane / DELTA_LANES, own = min(row, a->dv - 1);
     int key = a->tiled ? h % a->n_key : h / (a->n_value / a->n_key);
     int keys = a->n_key * HEAD_DIM, values = a->n_value * a->dv, all = 2 * keys + values;
-    ulong block = (ulong)h * div_up(a->dv, DELTA_LAYOUT) + own / DELTA_LAYOUT;
+    ulong panel = (ulong)h * div_up(a->dv, DELTA_LAYOUT) + own / DELTA_LAYOUT;
     threadgroup float *kk = shared + 2 * BLOCK * delta_wide(), *g = kk + 2 * BLOCK * BLOCK;
     struct delta_shared in_block = {shared, shared + BLOCK * delta_wide(), g + 2 * BLOCK,
                                     kk, kk + BLOCK * BLOCK, g, g + BLOCK};
@@ -3153,7 +3153,7 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     int sure = a->n - (a->guesses ? now[NOW_GUESSES] : 0);   // tokens that the state is to see
     alpha += (h + a->first * a->n_value) * decays;
     beta += h + a->first * a->n_value;
-    state += block * HEAD_DIM * DELTA_LAYOUT + own % DELTA_LAYOUT;
+    state += panel * HEAD_DIM * DELTA_LAYOUT + own % DELTA_LAYOUT;
     QUANT_UNROLL for (int i = 0; i < 4 * delta_quads(); i++) {
         int j = delta_col(i, rank);
         s[i] = j < HEAD_DIM ? state[(ulong)j * DELTA_LAYOUT] : 0.0f;
@@ -3162,7 +3162,7 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     for (int t0 = 0; t0 < a->n; t0 += BLOCK) {
         int next = t0 + BLOCK;
         float asked[BLOCK_MAX], found[BLOCK_MAX], w[BLOCK_MAX];
-        threadgroup_barrier(mem_flags::mem_threadgroup);      // the block before is computed
+        threadgroup_barrier(mem_flags::mem_threadgroup);      // the BLOCK before is computed
         delta_stage(&in, &in_block, dt, decay, h, a->n - t0, sg, lane, a);
         threadgroup_barrier(mem_flags::mem_threadgroup);      // it is staged
         delta_products(&in, &in_block, sg, lane);

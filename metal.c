@@ -23,9 +23,8 @@ _Static_assert((int)DELTA_LAYOUT == DELTA_ROWS, "");   // the state as llm.c has
 
 // ---- 1. the device ----
 //
-// The functions device_* stand here twice, for NVIDIA and for Apple. Other code knows whether the
-// GPU has copies (DEVICE_COPIES) of the host's memory, and its cores and the threadgroup memory of
-// each (g->room), which NVIDIA's have for gemv_ring.
+// The functions device_* stand here twice, for NVIDIA and for Apple. All that other code knows is
+// whether the GPU has copies of the host's memory (DEVICE_COPIES), g->cores and g->room.
 
 // tiles of gemm and flash_attention: buffers, tokens, threadgroup memory; SOFT_*: of the tests' GPU
 #if defined(LLM_CUDA) || defined(LARGE_TILES)
@@ -60,7 +59,7 @@ typedef struct Gpu {
     Variant pipeline[MAX_PIPELINES];
     int n_shared, n_pipelines;
     size_t longest;             // bytes that a buffer may have
-    int cores, room;            // NVIDIA: its cores; bytes of threadgroup memory. Apple: 0, no ring
+    int cores, room;            // NVIDIA: its cores; bytes of threadgroup memory. Apple: 0
     size_t many;                // of more bytes of weights a core, a launch is long
     int own_cols;               // more columns of a few tokens' inputs are packed by ring_inputs
     Pool *pool;                 // the session's, for the compiler
@@ -73,7 +72,7 @@ typedef struct Gpu {
     float *conv;                // inputs of delta_rule, see run_rule
     float *inputs;              // [chunk][n_layer][per_layer]
     float *packed;              // what ring_inputs makes of the inputs of a few tokens
-    float *parts;               // [FEW][n_head][slices][vd + 2] of a long ring, see Spread
+    float *parts;               // [FEW][n_head][slices][vd + 2] of a long KV ring, see Spread
     int sure;                   // tokens of the last pass before its guesses
     int cpu_ffns;               // the FFNs of this many layers, the first, run on the CPU,
     Shared sent;                // but a chunk's here, where one after the other is sent; or empty
@@ -262,7 +261,7 @@ static bool cuda_copy(Gpu *g, void *to, const void *from, size_t bytes) {
 
 // Makes the GPU's copy of s: zeros, or if `filled` what the host has, with progress on a terminal.
 static bool device_buffer(Gpu *g, Shared *s, bool filled) {
-    // gemv_ring copies 16 bytes at a time, up to 15 behind the last row
+    // gemv_ring copies 16 bytes at a time, up to 15 after the last row
     if (!cuda(g, cuMemAlloc_v2, (char **)&s->buffer, s->size + 16)) return false;
     if (!filled) return cuda(g, cuMemsetD8Async, s->buffer, 0, s->size, g->device->stream);
     bool talks = isatty(2) && s->size > 2 * COPY_BYTES;
@@ -284,12 +283,10 @@ static char *device_address(const Gpu *g, const void *p) {
     return (char *)at->buffer + ((const char *)p - at->base);
 }
 
-// How a variant is compiled: for how many threads and, as those need registers, for how many
-// threadgroups on a core; with how much threadgroup memory (0: what all have); and whether it waits
-// for its input itself, later. Of gemv, 512 or 768 threads (of a few tokens 384) must fit on a
-// core, or too few loads would be under way at once; of gemm 512 threads, of flash_attention 2 or 3
-// threadgroups, so that some compute while others wait; of gemv_ring and attention 2 where the next
-// launch is to fit beside this one.
+// How a variant is compiled. Registers are given out so that `fit` threadgroups of so many threads
+// are on a core at once: gemv needs many loads under way; some of gemm and flash_attention compute
+// while others wait; the next launch is to fit beside gemv_ring, attention and what runs between.
+// shared: bytes of threadgroup memory (0: what all have); waits: for its input itself, later.
 typedef struct { const char *kernel; size_t threads; int fit, shared; bool waits; } Build;
 static Build cuda_build(const Gpu *g, const Dispatch *d) {
     const int *c = d->constant;
@@ -423,11 +420,10 @@ static void device_load(Gpu *g, int i) {   // variant number i, if it is not loa
 
 static void device_begin(Gpu *g) { cuda(g, cuCtxSetCurrent, g->device->context); }
 
-// Launches again what an earlier pass launched, if its graph at this place has the same key: it
-// begins dispatches sooner than calls do. Else returns false. Then the pass is captured as a graph
-// if it has one token, or if the latest pass of this place without a graph had this key. (A graph
-// costs as much as a pass, and guesses have many lengths.) place: see Device; 0: of a chunk, whose
-// launches are calls, as are those of blocks behind the last place.
+// Launches what an earlier pass launched, with one call, if its graph at this place of Device has
+// the same key. Else returns false, and what follows becomes a graph if the pass has one token, or
+// if the latest pass of this place without a graph had this key. (A graph costs as much as a pass,
+// and guesses have many lengths.) Place 0, a chunk's, and those after the last have no graph.
 static bool device_again(Gpu *g, int place, uint64_t key) {
     Device *d = g->device;
     if (!place || place > GRAPHS || g->why[0]) return false;
@@ -488,7 +484,7 @@ static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {
     cuda_copy(g, device_address(g, to), device_address(g, from), bytes);
 }
 
-static void device_keep(Gpu *g) { (void)g; }   // its memory is its own
+static void device_keep(UNUSED Gpu *g) {}   // its memory is its own
 #else
 // ---- 3. Apple: Objective-C, by hand ----
 //
@@ -509,7 +505,7 @@ IMP class_getMethodImplementation(id, SEL);
 void *objc_autoreleasePoolPush(void);
 void objc_autoreleasePoolPop(void *);
 
-// X(name for send, selector, result, parameters behind object and selector); NSUInteger: size_t
+// X(name for send, selector, result, parameters after object and selector); NSUInteger: size_t
 #define METHODS(X) \
     X(make, "new", id) X(retain, "retain", id) X(release, "release", void) \
     X(string, "stringWithUTF8String:", id, const char *) X(utf8, "UTF8String", const char *) \
@@ -559,14 +555,13 @@ static size_t nil_method(void) { return 0; }   // a message to nil returns 0
     IMP code_ = to_ ? class_getMethodImplementation(object_getClass(to_), sel_) : (IMP)nil_method; \
     ((send_##name *)code_)(to_, sel_, ##__VA_ARGS__); })
 
-enum { MTLDataTypeInt = 29, MTLCommandBufferStatusCompleted = 4, MTLStorageModeShared = 0 };
-
 // quant.h and kernels.metal as one text inside this program
 __asm__(".data\nmetal_source: .incbin \"quant.h\"\n"
         ".incbin \"kernels.metal\"\n.byte 0\n.previous\n");
 extern const char metal_source[] __asm__("metal_source");
 
-enum { DEVICE_COPIES = 0, MAX_COMMANDS = 2 * MAX_SPLITS, GPU_CHUNK = 512 };
+enum { DEVICE_COPIES = 0, MTLDataTypeInt = 29, MTLCommandBufferStatusCompleted = 4,
+       MTLStorageModeShared = 0, MAX_COMMANDS = 2 * MAX_SPLITS, GPU_CHUNK = 512 };
 struct Device {
     id device, queue, library, encoder, commands[MAX_COMMANDS];
     int n_commands;             // command buffers of this pass
@@ -609,7 +604,7 @@ static bool device_open(Gpu *g) {   // also compiles the kernels
     return d->library || metal_fail(g, "kernels.metal", error);   // error is also set by warnings
 }
 
-static size_t device_room(Gpu *g) { return (void)g, SIZE_MAX; }   // it is the host's
+static size_t device_room(UNUSED Gpu *g) { return SIZE_MAX; }   // it is the host's
 
 static void device_release(Gpu *g) {   // releases variants and buffers
     for (int i = 0; i < g->n_pipelines; i++) send(release, g->pipeline[i].state);
@@ -627,9 +622,8 @@ static void device_close(Gpu *g) {
     free(d);
 }
 
-static bool device_buffer(Gpu *g, Shared *s, bool filled) {   // in whole pages
+static bool device_buffer(Gpu *g, Shared *s, UNUSED bool filled) {   // in whole pages
     size_t page = sysconf(_SC_PAGESIZE);
-    (void)filled;
     s->size = (s->size + page - 1) / page * page;
     if (s->size > g->longest) return false;
     s->buffer = send(share_pages, g->device->device, s->base, s->size, MTLStorageModeShared, NULL);
@@ -685,13 +679,10 @@ static void device_begin(Gpu *g) {   // one more command buffer
     else gpu_fail(g, "no command encoder", NULL);
 }
 
-static bool device_again(Gpu *g, int place, uint64_t key) {
-    return (void)g, (void)place, (void)key, false;
-}
+static bool device_again(UNUSED Gpu *g, UNUSED int place, UNUSED uint64_t key) { return false; }
 
-static bool device_fetch(Gpu *g, void *p, size_t bytes) {
+static bool device_fetch(Gpu *g, UNUSED void *p, UNUSED size_t bytes) {
     Device *d = g->device;
-    (void)p, (void)bytes;
     metal_commit(g);
     for (int i = 0; i < d->n_commands; i++) {
         send(wait, d->commands[i]);
@@ -713,8 +704,7 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
     for (int i = 0; i < d->n; i++) {
         const char *from = d->bound[i] ? d->bound[i] : g->shared[0].base;   // Metal wants one
         const Shared *at = gpu_find(g, from);
-        if (from != device->bound[i])
-            send(set_buffer, encoder, at->buffer, from - at->base, i);
+        if (from != device->bound[i]) send(set_buffer, encoder, at->buffer, from - at->base, i);
         device->bound[i] = from;
     }
     send(set_bytes, encoder, a, n, d->n);
@@ -724,8 +714,8 @@ static void device_dispatch(Gpu *g, const Variant *p, const Dispatch *d, const v
     send(dispatch, encoder, ((MTLSize){d->groups, 1, 1}), ((MTLSize){d->threads, 1, 1}));
 }
 
-static void device_send(Gpu *g, const void *p, size_t n) { (void)g, (void)p, (void)n; }
-static void device_often(Gpu *g, void *p, size_t n) { (void)g, (void)p, (void)n; }
+static void device_send(UNUSED Gpu *g, UNUSED const void *p, UNUSED size_t bytes) {}
+static void device_often(UNUSED Gpu *g, UNUSED void *p, UNUSED size_t bytes) {}
 
 static void device_copy(Gpu *g, void *to, const void *from, size_t bytes) {   // in its own encoder
     Device *d = g->device;
@@ -753,8 +743,7 @@ static void device_keep(Gpu *g) {
 
 // ---- 4. what both share ----
 
-// Waits for the GPU. (device_fetch does, and then p [bytes] is the host's as the GPU has left it.)
-// False: something went wrong since device_open.
+// Waits for the GPU, as device_fetch does for p [bytes]. False: something failed since device_open.
 static bool device_wait(Gpu *g) { return device_fetch(g, NULL, 0); }
 
 // lets the GPU see memory of the host, which is filled or all zeros
@@ -775,8 +764,7 @@ static const Variant *gpu_pipeline(Gpu *g, const Dispatch *d) {
         if (!strcmp(p->d.kernel, d->kernel) &&
             !memcmp(p->d.constant, d->constant, sizeof d->constant)) return p;
     if (g->n_pipelines == MAX_PIPELINES) return gpu_fail(g, "too many kernel variants", NULL), NULL;
-    *p = (Variant){*d, 0, NULL};
-    g->n_pipelines++;
+    g->pipeline[g->n_pipelines++] = (Variant){*d, 0, NULL};
     return p;
 }
 
@@ -829,36 +817,32 @@ static int gemm_tokens(int n) {   // in a tile, for n tokens
     return tile;
 }
 
-// What is done with a product and its bias, or with a norm's result, see finish in kernels.metal:
-// it is multiplied by factor, and kind says how it meets `other`. softcap and limit (of what is
-// stored, or of the GLU's two factors) are a product's; the result of a norm is multiplied by
-// scale, too, and they lie `step` apart; its rows (from) or results (to) may be s->states, from the
-// position on that is so many after the pass's first. 0: there is none.
+// What becomes of a product and its bias, or of a norm's result: see finish in kernels.metal
 typedef struct {
-    int kind;
+    int kind;                // how it meets `other`
     const float *other;
-    float factor, softcap, limit, scale;
-    int step, from, to;
+    float factor;            // before that
+    float softcap, limit;    // of a product, or 0; limit: of what is stored, or the GLU's factors
+    float scale;             // of a norm's result, at the end; 0: none
+    int step;                // floats from a norm's result to the next one; 0: no gaps
+    int from, to;            // a norm reads or writes s->states, so many after the pass's position
 } Epilogue;
 static const Epilogue STORE = {.kind = EPILOGUE_STORE, .factor = 1};
 
 // rows of floats, and the RMSNorm that gemv is still to apply to them, or NULL
 typedef struct { const float *x; const Norm *norm; } Input;
 
-// Rows may begin at any byte. We bind the multiple of 16 before them, and pass the difference.
-static const void *matrix_base(const Matrix *w) { return w->data - (uintptr_t)w->data % 16; }
-
-// Binds w as buffer i and its bias as buffer bias + i (NO_BIAS: one that the kernel does not have),
-// and sets its arguments and constants. With `experts`, w is the first expert's matrix, and the
-// kernel reads a factor for each expert.
+// Binds w and its bias as buffers i and bias + i (NO_BIAS: which no kernel has), and sets arguments
+// and constants. Rows may begin at any byte: the multiple of 16 before them is bound, and kernels
+// get the difference. `experts`: w is the first one's, and kernels read a factor for each.
 enum { NO_BIAS = MAX_BOUND - 4 };
 static void bind_matrix(Dispatch *d, struct kernel_matrix *to, int i, const Matrix *w, int bias,
                         bool experts) {
-    int row = quant_row_bytes(w->type, w->cols);
+    int row = quant_row_bytes(w->type, w->cols), start = (uintptr_t)w->data % 16;
     float scale = w->scale && !experts ? *w->scale : 1;
-    to[i] = (struct kernel_matrix){(uintptr_t)w->data % 16, row, w->rows, scale, w->step,
-                                   w->step / row, output_step(w), 0};   // as in matrix_expert
-    d->bound[i] = matrix_base(w);
+    to[i] = (struct kernel_matrix){start, row, w->rows, scale, w->step, w->step / row,
+                                   output_step(w), 0};   // as in matrix_expert
+    d->bound[i] = w->data - start;
     d->bound[bias + i] = w->bias;
     d->constant[C_FORMAT_0 + i] = w->type;
     d->constant[C_BIASES] |= (w->bias != NULL) << i;
@@ -888,25 +872,24 @@ static void run_norm(Session *s, const float *x, const Norm *w, int kind, int co
     if (!w) w = &none;
     struct norm_args a = {.cols = cols, .groups = w->n > cols ? w->n / cols : 1,
                           .eps = w->eps > 0 ? w->eps : s->m->config.eps, .factor = e.factor,
-                          .scale = e.scale != 0 ? e.scale : 1, .step = e.step ? e.step : cols,
-                          .ring = e.from || e.to ? s->o.chunk : 0, .from = e.from, .to = e.to};
+                          .scale = e.scale != 0 ? e.scale : 1, .from = e.from, .to = e.to,
+                          .step = e.step ? e.step : cols,
+                          .states = e.from || e.to ? s->o.chunk : 0};
     run_kernel(s, a, "norm", {x, w->w, w->b, e.other, y, s->gpu->now}, 6, n,
                threads_for(div_up(cols, 4), NORM_THREADS), NORM_FLOATS,
                {[C_NORMED] = bits, [C_CENTRED] = kind != NORM_RMS,
                 [C_EPILOGUE] = e.kind, [C_RAGGED] = cols % 32 != 0});
 }
 
-// y[i][n][rows] = w[i] times the input, for k matrices, at most three, with the epilogue; the GLU
-// makes y[0] of two. experts: y has rows for the choices of n tokens, as gemm says, or for their
-// heads.
+// products of up to three matrices with one input
 typedef struct {
-    const Matrix *const *w;
+    const Matrix *const *w;  // [k]
     int k;
     Input in;
-    float *const *y;
+    float *const *y;         // y[i][n][rows] = w[i] in; the GLU makes y[0] of two
     int n;
     Epilogue e;
-    int experts;
+    int experts;             // y has rows for the choices of n tokens, as gemm says, or for heads
 } Products;
 static int n_results(const Products *p) { return p->e.kind == EPILOGUE_GLU ? 1 : p->k; }
 
@@ -919,7 +902,7 @@ enum { AT_BIAS = 3, AT_X = 6, AT_Y = 8, AT_OTHER = 11, AT_SCALES = 13,
 // the last one's format, since matrices of one format share their code.
 static void bind_products(Session *s, Dispatch *d, struct product_args *a, const Products *p) {
     const Layer *l = &s->m->layers[s->l];
-    int each = 1;   // l is no layer behind the last one: of the output
+    int each = 1;   // l is no layer after the last one: of the output
     if (p->experts) each = p->experts == EXPERTS_HEADS ? l->n_head : l->n_used;
     *a = (struct product_args){
         .cols = p->w[0]->cols, .x_step = input_step(p->w[0]), .tokens = p->n,
@@ -1039,9 +1022,8 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
     cut_rows(p, a, lane_groups, small ? RING_PIECE / 2 : RING_PIECE);
     plan_ring(g, a, 1, per_token, lane_groups, room);
     if (!a->few) room = g->room;
-    plan_ring(g, a, 1, per_token, lane_groups, room);
-    if (!a->few) return 0;   // nor do several take it then
     RingPlan plan = plan_ring(g, a, p->n, per_token, lane_groups, room);
+    if (!a->few) return 0;
     assert(!d->constant[C_NORMED] || a->inputs <= FEW);   // squares has room for these
     a->outputs = p->experts ? a->few * a->each : 1;
     if (p->experts) rows *= a->few;
@@ -1065,8 +1047,8 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
 // gemv for some of the first of p.n tokens, whose number it returns: for all of a chunk that meet a
 // router, for all heads; for a few of others, but for one that meets experts
 static int run_units(Session *s, const Products *p, Dispatch *d, struct product_args *a) {
-    bool heads = p->experts == EXPERTS_HEADS, floats = true;
-    for (int i = 0; i < p->k; i++) floats &= is_float(p->w[i]);
+    bool heads = p->experts == EXPERTS_HEADS;
+    bool floats = is_float(p->w[0]) && is_float(p->w[p->k - 1]);   // only a GLU may have both
     int n = heads || p->n > FEW ? p->n : 1, all = 0;
     int nsg = floats ? GEMV_SIMDGROUPS : STAGED_SIMDGROUPS;
     a->few = floats ? p->n : smaller(p->n, STAGED_TOKENS);
@@ -1126,7 +1108,6 @@ static void run_gemm(Session *s, Products p) {
     struct product_args a;
     bool chosen = p.experts == EXPERTS_GATHER || p.experts == EXPERTS_SORTED;
     int tile = chosen ? experts_tile(s, p.n) : gemm_tokens(p.n), rows = GEMM_ROWS;
-    size_t all = 0, each;   // rows of all matrices
     Dispatch d = {.kernel = "gemm", .n = GEMM_BUFFERS, .constant = {[C_BUFFERS] = TILE_BUFFERS}};
     bind_products(s, &d, &a, &p);
     if (chosen) d.bound[GEMM_TILES] = g->tiles, d.bound[GEMM_ORDER] = s->order;
@@ -1138,7 +1119,7 @@ static void run_gemm(Session *s, Products p) {
                    {[C_RAGGED] = a.cols % 32 != 0});
     d.bound[AT_X] = g->halves;
     d.bound[GEMM_POWERS] = g->powers;
-    each = p.experts == EXPERTS_HEADS ? a.each : 1;
+    size_t each = p.experts == EXPERTS_HEADS ? a.each : 1, all = 0;   // rows of all matrices
     for (int i = 0; i < p.k; i++) all += p.w[i]->rows * each;
     if (all / rows * div_up(p.n, tile) < FILL) rows /= 2;
     if (all / rows * div_up(p.n, tile) < FILL && tile > 64 && !chosen) tile = 64;
@@ -1155,7 +1136,6 @@ static void run_gemm(Session *s, Products p) {
 // run_units say which weights they read once. In an encoder a token sees later ones.
 static bool is_few(const Session *s, int n) { return n == 1 || (n <= FEW && s->m->config.causal); }
 
-// one dispatch, or for a chunk two; for a few tokens as many as run_ring needs
 static void run_any(Session *s, Products p) {
     if (is_few(s, p.n)) run_gemv(s, p);
     else run_gemm(s, p);
@@ -1180,7 +1160,7 @@ static Input run_input(Session *s, const float *x, const Norm *w, float *h, int 
     return (Input){h, NULL};
 }
 
-static bool is_gated(const Layer *w) {   // a gate behind each head's query
+static bool is_gated(const Layer *w) {   // a gate after each head's query
     return !w->k_b.data && w->q.rows > (int64_t)w->n_head * w->hd;
 }
 
@@ -1203,7 +1183,7 @@ static Spread attention_spread(const Layer *w, int used, bool few) {
     return x;
 }
 
-// what attention's kernels bind: each but attention_merge has a stretch of this list as parameters
+// what rope, attention and flash_attention bind: each has a stretch of this list as parameters
 enum { AT_V_NEW, AT_ANGLES, AT_Q_NORM, AT_K_NORM, AT_Q_BIAS, AT_K_BIAS, AT_K_NEW, AT_Q, AT_K, AT_V,
        AT_POS_K, AT_NOW, AT_SLOPES, AT_SINKS, AT_OUT, AT_PARTS };
 
@@ -1231,10 +1211,9 @@ static bool run_flash(Session *s, const Layer *w, Dispatch *d, const struct atte
     return true;
 }
 
-// QK norm, RoPE, the write to the cache, and s->att[n][n_head][vd]: one dispatch for one token, two
-// for more (but one if latent) or where another layer's keys are read; one more for each norm of
-// a whole projection, one for a norm of values, and, unless attention merges them itself, one to
-// merge a ring's slices.
+// QK norm, RoPE, the write to the cache, and s->att[n][n_head][vd]. One token takes one dispatch,
+// more take two (rope, then attention); norms of whole projections and of values have their own,
+// and so has the merge of a KV ring's slices, unless attention merges them itself.
 static void run_attention(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     Gpu *g = s->gpu;
@@ -1245,7 +1224,6 @@ static void run_attention(Session *s, const Layer *w, int n) {
     Spread spread = attention_spread(w, smaller(s->pos + n, kv->rows), few);
     int fused = few && own && !latent ? 1 + (n > 1) : 0;   // see FUSED
     bool q_whole = qn->w && !qn->group, k_whole = kn->w && !kn->group;
-    int qk_normed = (qn->w && !q_whole) | (kn->w && !k_whole) << 1;
     int lanes = attention_lanes(w->hd, w->vd), nsg = attention_most(w->hd, w->vd);
     int heads = n > 1 ? smaller(w->n_head / w->n_kv, ATTENTION_HEADS) : spread.heads;
     struct attention_args a = {
@@ -1257,18 +1235,17 @@ static void run_attention(Session *s, const Layer *w, int n) {
         .sharpen_scale = c->span && w->rope != ROPE_NONE ? 0 : c->sharpen_scale,
         .sharpen_length = c->sharpen_length, .sharpen_next = c->span > 0};
     float *q = is_gated(w) ? s->mix : s->q;
-    float *angles = s->angles[w->window ? WINDOWED : FULL];
     Dispatch d = {
-        .bound = {s->v, angles, qn->w, kn->w, qn->b, kn->b, s->k, q, kv->k, kv->v, kv->pos, g->now,
-                  s->slopes, w->sinks, s->att, g->parts},
+        .bound = {s->v, s->angles[w->window ? WINDOWED : FULL], qn->w, kn->w, qn->b, kn->b, s->k, q,
+                  kv->k, kv->v, kv->pos, g->now, s->slopes, w->sinks, s->att, g->parts},
         .constant = {[C_SOFTCAPPED] = c->attn_cap > 0, [C_HEAD_DIM] = w->hd,
                      [C_VALUE_DIM] = w->vd, [C_VALUE_STEP] = latent ? w->hd : w->vd,
                      [C_QUERY_HEADS] = heads, [C_ROW_LANES] = lanes,
-                     [C_PAIRING] = w->rope, [C_QK_NORMED] = qk_normed,
-                     [C_QK_LATE] = c->qk_norm_late, [C_CENTRED] = c->norm != NORM_RMS,
+                     [C_PAIRING] = w->rope, [C_CENTRED] = c->norm != NORM_RMS,
+                     [C_QK_NORMED] = (qn->w && !q_whole) | (kn->w && !k_whole) << 1,
+                     [C_QK_LATE] = c->qk_norm_late, [C_FUSED] = fused, [C_MERGES] = merges,
                      [C_BIASES] = (qn->b != NULL) | (kn->b != NULL) << 1,
-                     [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_FUSED] = fused,
-                     [C_MERGES] = merges, [C_CAUSAL] = c->causal,
+                     [C_GATED] = q != s->q, [C_ALIBI] = c->alibi > 0, [C_CAUSAL] = c->causal,
                      [C_SPANS] = c->span && w->window}};
     if (q_whole) run_norm(s, q, qn, c->norm, w->n_head * w->hd, q, n, STORE);
     if (k_whole && own) run_norm(s, s->k, kn, c->norm, w->n_kv * w->hd, s->k, n, STORE);
@@ -1283,11 +1260,9 @@ static void run_attention(Session *s, const Layer *w, int n) {
                     (size_t)n * spread_groups(w, heads) * spread.slices, nsg * SIMD_LANES,
                     attention_floats(heads, w->hd, w->vd, nsg, lanes));
     if (spread.slices == 1 || merges) return;
-    Dispatch merge = {
-        .bound = {q, g->now, w->sinks, g->parts, s->att},
-        .constant = {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_GATED] = q != s->q}};
-    run_stretch(g, &merge, &a, "attention_merge", 0, 4,
-                div_up(n * w->n_head * w->vd, MERGE_THREADS), MERGE_THREADS, 0);
+    run_kernel(s, a, "attention_merge", {q, g->now, w->sinks, g->parts, s->att}, 5,
+               div_up(n * w->n_head * w->vd, MERGE_THREADS), MERGE_THREADS, 0,
+               {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_GATED] = q != s->q});
 }
 
 // x[n] times gates in s->z, each of which serves `each` numbers
@@ -1316,8 +1291,7 @@ static void run_latent_row(Session *s, const Layer *w, int n) {   // as latent_r
     run_kernel(s, a, "latent_row", {s->mix, s->q, s->k, kv->k, kv->pos, w->latent_norm.w,
                                     s->angles[w->window ? WINDOWED : FULL], s->gpu->now}, 8,
                UNITS(n * (w->n_head + 1)), 0,
-               {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd,
-                [C_PAIRING] = w->rope});
+               {[C_HEAD_DIM] = w->hd, [C_VALUE_DIM] = w->vd, [C_PAIRING] = w->rope});
 }
 
 // x[n][n_head][width] times gates, which are a product of their own and go to s->z
@@ -1344,9 +1318,8 @@ static void run_latent(Session *s, const Layer *w, Input in, int n) {
     if (w->attn_gate.data) run_gates(s, w, in, s->mix, w->v_b.rows, n);
 }
 
-// y[n][ff] = activation(gate in) * (up in), or activation(up in) without a gate: one dispatch; for
-// a chunk two, or three with a gate, whose product goes to h[n][ff]. Experts have n * n_used rows.
-// limit: of activation(gate in) and up in, or 0.
+// y[n][ff] = activation(gate in) * (up in), or activation(up in) without a gate, whose product goes
+// to h[n][ff] for a chunk. Experts have n * n_used rows. limit: of activation(gate in) and up in.
 static void run_ffn(Session *s, const Matrix *gate, const Matrix *up, Input in, float *h, float *y,
                     int n, int experts, float limit) {
     const Matrix *pair[2] = {gate, up};
@@ -1407,8 +1380,7 @@ static void run_choice(Session *s, const Layer *w, Input in, int n) {
     run_ffn(s, &w->gate, &w->up, x, s->gpu->gate, s->gpu->up, n, from, w->limit_experts);
 }
 
-// y[n][dim] = the weighted sum of the experts' results, plus the shared expert's if it has data,
-// with the epilogue: two dispatches, or three with a shared expert; for a chunk two more
+// y[n][dim] = the epilogue of experts' weighted sum, plus the shared expert's result if it has data
 static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, float *y, int n,
                             Epilogue e) {
     Gpu *g = s->gpu;
@@ -1416,7 +1388,7 @@ static void run_experts_sum(Session *s, const Layer *w, const Matrix *shared, fl
     struct weigh_args a = {down->rows, w->n_used, shared->data != NULL,
                            w->shared_router.data != NULL, !is_few(s, n), e.factor};
     run_any(s, (Products){&down, 1, {g->up, NULL}, &g->gate, n, STORE, EXPERTS_SORTED});
-    if (a.shared) run_product(s, shared, (Input){s->up, NULL}, s->expert_out, n, STORE);
+    if (a.joined) run_product(s, shared, (Input){s->up, NULL}, s->expert_out, n, STORE);
     run_kernel(s, a, "weigh_experts", {g->gate, s->weight, g->place, s->expert_out, s->gathered,
                                        e.other, y}, 7, n, threads_for(down->rows, NORM_THREADS), 0,
                {[C_EPILOGUE] = e.kind});
@@ -1460,13 +1432,10 @@ static void run_rule(Session *s, const Layer *w, int n, int first) {
                {[C_HEAD_DIM] = c->dk, [C_ASKS] = asks, [C_BLOCK] = block, [C_CHANNELS] = kda});
 }
 
-// Returns [n][n_value][dv] or, of a short convolution, [n][channels]: run_products once, in the delta
-// rule twice because of beta, then convolution, rule and norm. KDA has q, k and v in three
-// matrices, and makes alpha and z by two products, one after the other, where they have an _a. A
-// short convolution has neither rule nor norm.
+// Returns [n][n_value][dv] or, of a short convolution, which has neither rule nor norm,
+// [n][channels]. KDA has q, k and v in three matrices. An alpha or z with an _a takes two products.
 static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     const Config *c = &s->m->config;
-    const Cache *cache = &s->cache[s->l];
     bool asks = w->mixer == MIX_DELTA, gated = w->mixer == MIX_CONV, kda = c->kda;
     bool two = w->alpha_a.data, z_two = w->z_a.data;
     int channels = w->conv_in.rows, past = c->conv - 1, values = c->n_value * c->dv;
@@ -1488,8 +1457,8 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     if (two) run_product(s, &w->alpha, (Input){s->att, NULL}, alpha, n, STORE);
     if (z_two) run_product(s, &w->z, (Input){z_in, NULL}, s->z, n, STORE);
     struct conv_args a = {n, channels, past, s->o.draft > 0};
-    run_kernel(s, a, "delta_conv", {s->mix, cache->conv, w->conv, w->conv_bias, s->att, s->z,
-                                    conv, s->gpu->now}, 8,
+    run_kernel(s, a, "delta_conv", {s->mix, s->cache[s->l].conv, w->conv, w->conv_bias,
+                                    s->att, s->z, conv, s->gpu->now}, 8,
                UNITS(div_up(channels, SIMD_LANES) * div_up(n, CONV_TOKENS)), 0,
                {[C_BIASES] = w->conv_bias != NULL, [C_GATED] = gated});
     if (gated) return conv;
@@ -1503,8 +1472,7 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     return s->att;
 }
 
-// The rest of a layer after attention in one dispatch for each of a few tokens, if --gpu block asks
-// for it and ffn_block can
+// The rest of a layer after attention, a dispatch a token, if --gpu block asks and ffn_block can
 static bool run_block(Session *s, const Layer *w, int n) {
     const Config *c = &s->m->config;
     const Matrix *m[4] = {&w->o, &w->gate, &w->up, &w->down};
@@ -1515,11 +1483,9 @@ static bool run_block(Session *s, const Layer *w, int n) {
     bool fits = s->o.gpu_block && !w->attn_post_norm.w && !w->ffn_post_norm.w && !w->side_by_side &&
                 w->gate.data && w->ffn_norm.w && !w->ffn_norm.b && !w->router.data &&
                 !w->mixer && !w->k_b.data && !w->input_gate.data && w->limit_ffn <= 0 &&
+                !w->o.bias && !w->gate.bias && !w->up.bias && !w->down.bias &&
                 c->norm == NORM_RMS && c->residual_scale == 1;
-    for (int i = 0; fits && i < 4; i++) {
-        fits = !m[i]->bias;
-        bind_matrix(&d, a.w, i, m[i], NO_BIAS, false);
-    }
+    for (int i = 0; fits && i < 4; i++) bind_matrix(&d, a.w, i, m[i], NO_BIAS, false);
     const Variant *p = fits ? gpu_pipeline(s->gpu, &d) : NULL;
     if (!p || !gpu_ready(s->gpu, p) || p->threads < BLOCK_THREADS) return false;
     for (int t = 0; t < n; t++) {
@@ -1566,7 +1532,7 @@ static void run_residual(Session *s, const Layer *l, Residual r, int n) {
     const Config *c = &s->m->config;
     const Norm *last = l->input_gate.data ? &l->input_norm : &l->ffn_post_norm;   // of a layer
     bool again = r.post == &l->attn_post_norm && l->attn_norm_2.w;
-    bool sum_last = r.post->w && !c->encoder;   // behind the norm
+    bool sum_last = r.post->w && !c->encoder;   // after the norm
     Epilogue add = {.kind = EPILOGUE_ADD, .other = r.base, .factor = c->residual_scale};
     float *to = again ? r.tmp : r.y;
     float *product = sum_last ? r.tmp : to;
@@ -1620,8 +1586,7 @@ static void run_layer(Session *s, const Layer *w, int n) {
     float *sum = w->side_by_side ? s->out : s->x, *base = s->x;
     bool moe = w->router.data, latent = w->k_b.data, both = w->n_kv && w->mixer;
     const Norm none = {0}, *post = both ? &none : &w->attn_post_norm;   // of attention
-    Epilogue clamped = STORE;   // Q, K and V
-    clamped.limit = s->m->config.clamp_qkv;
+    Epilogue clamped = {.factor = 1, .limit = s->m->config.clamp_qkv};   // Q, K and V
     if (moe && s->m->config.routed_first)
         run_gemv(s, (Products){(const Matrix *[]){&w->router}, 1, {s->x, NULL}, &s->route, n, STORE,
                                EXPERTS_NONE});
@@ -1750,7 +1715,6 @@ static void run_embeddings(Session *s, int n) {
         run_norm(s, s->x, &m->embd_norm, c->norm, c->dim, s->x, n, STORE);
 }
 
-// layers `from` to end-1
 static void run_layers(Session *s, int from, int end, int n) {
     const Model *m = s->m;
     const Config *c = &m->config;
@@ -1771,9 +1735,8 @@ static void run_layers(Session *s, int from, int end, int n) {
 }
 
 // The end of a pass: fetches its logits, and the best of them, which lie before them. Returns
-// whether the GPU has done its work. If not, it is closed, and the CPU may be unable to go on from
-// what it has done, which lies in the GPU's memory, or has changed a recurrent state half-way. Then
-// the CPU evaluates the history again.
+// whether the GPU has done its work. If not, it is closed. The CPU evaluates the history again if
+// what came of it lay in the GPU's memory, or a recurrent state may have changed half-way.
 static bool gpu_finish(Session *s, int rows) {
     int pos = s->pos, end = s->history.n, guesses = s->guesses;
     size_t known = rows <= FEW ? rows : 0, n_vocab = s->m->config.n_vocab;
@@ -1866,7 +1829,6 @@ static void gpu_store(Session *s, bool states) {
 
 static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
     if (!s->gpu || !DEVICE_COPIES) return false;   // all memory is the host's, too
-    device_begin(s->gpu);
     device_copy(s->gpu, to, from, bytes);
     return device_wait(s->gpu);
 }
@@ -1876,19 +1838,17 @@ static bool gpu_copy(Session *s, float *to, const float *from, size_t bytes) {
 // gpu_attach finds a GPU and says how long a chunk it takes; gpu_open shares all memory with it
 // and compiles the kernels. Either closes the GPU if it fails.
 
-// What the GPU cannot run of layers from .. end-1, or NULL: heads too wide for registers or no
-// multiple of 4, which holds for KDA's alpha_a, too; a layer's scale or own inputs if the layer
-// does not end with a norm, or the scale is 0; post-norms without an FFN; scales and biases of
-// latent heads; a QK norm over all heads after RoPE; that, or a limit, where queries have gates; a
-// convolution over more than two threads' tokens; tensors that are not aligned to 16 bytes
+// What the GPU cannot run of layers from .. end-1, or NULL. Heads must fit registers, and are read
+// four numbers at a time. A layer's scale, or its own inputs, come after the norm at its end. A
+// convolution reads the tokens of two threads at most.
 static const char *gpu_lacks(const Model *m, int from, int end) {
     const Config *c = &m->config;
     if (c->conv > CONV_TOKENS + 1) return "convolution";
     for (int l = from; l < end; l++) {
         const Layer *w = &m->layers[l];
         int most = w->hd > w->vd ? w->hd : w->vd;
-        if (w->hd % 4 || w->vd % 4 || most > HEAD_MAX || c->dk > NARROW_MAX) return "head size";
-        if (w->alpha_a.rows % 4) return "head size";
+        if (most > HEAD_MAX || c->dk > NARROW_MAX) return "head size";
+        if (w->hd % 4 || w->vd % 4 || w->alpha_a.rows % 4) return "head size";
         bool scaled = w->out_scale || c->per_layer, by_norm = w->ffn_post_norm.w && w->up.data;
         if (w->out_scale && *w->out_scale == 0) return "layer_output_scale";
         if (scaled && (!by_norm || c->encoder)) return "layer_output_scale";
@@ -1926,7 +1886,7 @@ static void plan_gpu(Session *s, Arena *a) {
     if (g->room)
         g->packed = arena_take(a, FEW * RING_WORKERS + ring_input(wide, 2, FEW), sizeof *g->packed);
     g->now = arena_take(a, NOW_COUNTS + FEW * heads, sizeof *g->now);
-    g->ids = arena_take(a, n, sizeof *g->ids);   // behind now, see send_tokens
+    g->ids = arena_take(a, n, sizeof *g->ids);   // after now, see send_tokens
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
     wide = larger(n * wide, choices * half_step(c->inputs_weighed ? larger(ff, out) : ff));
@@ -1939,9 +1899,8 @@ static void plan_gpu(Session *s, Arena *a) {
     g->tiles = arena_take(a, 3 * expert_tiles(choices, c->n_expert, GEMM_FEW), sizeof *g->tiles);
 }
 
-// Shares a map as one buffer, or as several if Metal does not take one so long. It is cut where a
-// tensor begins that would not end inside the buffer. Buffers consist of whole pages, and two may
-// have a page in common: gpu_find takes the later one.
+// Shares a map as one buffer, or as several if Metal does not take one so long: each ends where a
+// tensor begins that does not fit. Two may have a page in common: gpu_find takes the later one.
 static bool share_map(Gpu *g, const Gguf *file, const Map *map) {
     size_t page = sysconf(_SC_PAGESIZE), most = g->longest / page * page;
     uint8_t *stop = map->base + map->size, *from = map->base, *next;
@@ -1991,11 +1950,11 @@ static bool share_all(Session *s) {
     return ok || gpu_fail(g, "it cannot take this much memory", NULL);
 }
 
-// Finds the variants that passes of these lengths need, by encoding them dry: nothing runs; all are
-// compiled together at the first dispatch that does. Then it runs one token, whose row no query
-// ever sees; this brings the weights into memory. The lengths: a whole chunk; 1,024, 512 and 256,
-// where gemm may take smaller tiles; those with tiles of 128 (NVIDIA), 64, 32 and 16 tokens; those
-// that TOKENS may be; the first token of a text; a token with a full KV ring, taken in slices.
+// Finds the variants that passes of these lengths need, by encoding them dry: nothing runs. At the
+// end one token runs, whose row no query ever sees: all variants are compiled together, and weights
+// get into memory. The lengths: a whole chunk; 1,024, 512 and 256, where gemm may take smaller
+// tiles; those with tiles of 128 (NVIDIA), 64, 32 and 16 tokens; those that TOKENS may be; the
+// first token of a text; a token with a full KV ring, taken in slices.
 static void warm_up(Session *s) {
     int n[] = {s->o.chunk, 1024, 512, 256, 65, 64, 32, FEW + 1, FEW, 4, 2, 1, 1, 1};
     int last = COUNT(n) - 1, full = s->o.window + s->o.chunk + s->o.keep;
