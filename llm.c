@@ -359,8 +359,6 @@ typedef struct Session {
     // -- a short way for the sampler, section 39; guesses, section 40 --
     struct Best *best;         // the largest of each 256 logits, see session_best
     size_t n_best;             // so many rows of logits have their `best` from a GPU
-    int32_t *index;            // [n_index] positions; those up to n_indexed have been entered
-    int n_index, n_indexed;
     int guesses;               // the last tokens of the chunk that are only guessed
     float *states;             // [chunk][dim] what nextn blocks read, see section 22
     int nextn_pos, loss, rest, pause;   // see nextn_follow; nextn_pays
@@ -3912,8 +3910,6 @@ static void plan_scratch(Session *s, Arena *a) {
     for (int i = 0; i < 2; i++) s->freq[i] = arena_take(a, c->n_rot[i] / 2, sizeof(double));
     s->slopes = arena_take(a, c->n_head, f);
     if (a->base) alibi_slopes(s->slopes, c->n_head, c->alibi);
-    s->n_index = s->o.draft > 0 ? larger(2 * (uint64_t)s->o.window, 4096) : 0;
-    s->index = arena_take(a, s->n_index, sizeof *s->index);
     s->states = arena_take(a, s->n_cache > c->n_layer ? n * c->dim : 0, f);
     s->route = arena_take(a, n * larger(c->n_expert, 1), f);   // SmallThinker: before attention
     uint64_t start = a->used;   // 1: attention or another mixer
@@ -3989,7 +3985,6 @@ static void forget_states(Session *s, int p) {
     assert(!s->n_recurrent || all || p == s->saved_pos);
     nextn_follow(s, s->history.id, p);
     s->nextn_pos = p + 1;   // what a block reads for p, the state before it, is lost
-    s->n_indexed = smaller(s->n_indexed, p);
     s->seen = p;
     if (!all) copy_states(s, s->recurrent, s->saved);
     else if (s->n_recurrent) memset(s->recurrent, 0, s->n_recurrent * sizeof *s->recurrent);
@@ -8388,36 +8383,18 @@ static void sort_share(Candidate *c, size_t n, double enough) {
 // that it would have without guesses, so the text is the same. (arXiv 2302.01318: the distribution
 // is.)
 
-static bool same_three(const int32_t *a, const int32_t *b) {   // the three ids before a and b
-    return !memcmp(a - 3, b - 3, 3 * sizeof *a);
-}
-
-// The index of a text has, for three ids in a row, the position behind the place where they stood
-// last. Returns the entry of the ids before text + n, which is 0 if they are new. An entry is one
-// of eight behind its hash; if others hold all eight, the last one has to go.
-static int32_t *index_entry(const Session *s, int n) {
-    const int32_t *text = s->history.id;
-    int32_t *entry = NULL;
-    uint64_t hash = 0;
-    for (int i = n - 3; i < n; i++) hash = (hash ^ (uint32_t)text[i]) * 0x9e3779b97f4a7c15;
-    for (int probe = 0; probe < 8; probe++) {
-        entry = s->index + ((hash >> 32) + probe) % s->n_index;
-        if (!*entry || same_three(text + *entry, text + n)) break;
-    }
-    return entry;
-}
-
-// Writes a guess of `count` ids behind the text [n], the ids that followed its last three ids where
-// those stood last. False: the three are new. The guess may overlap what it copies.
+// Writes a guess of `count` ids behind the text [n]: those that followed its last three ids where
+// these stood last. False: they are new. The guess may overlap what it copies.
 static bool guess_ids(Session *s, int n, int count) {
+    enum { BACK = 1 << 16 };   // ids: to search on would take longer than a guess saves
     int32_t *text = s->history.id;
-    if (n <= 3) return false;
-    for (int i = larger(s->n_indexed, 3); i < n; i++) *index_entry(s, i) = i;
-    s->n_indexed = n;
-    int from = *index_entry(s, n);
-    if (!from || from >= n || !same_three(text + from, text + n)) return false;
-    for (int k = 0; k < count; k++) text[n + k] = text[from + k];
-    return true;
+    for (int i = n - 1; i >= 3 && i >= n - BACK; i--) {
+        if (text[i - 1] != text[n - 1] || memcmp(text + i - 3, text + n - 3, 2 * sizeof *text))
+            continue;
+        for (int k = 0; k < count; k++) text[n + k] = text[i + k];
+        return true;
+    }
+    return false;
 }
 
 // How many guesses, at most `most`, fit into a chunk behind those of n tokens not yet evaluated?
