@@ -8540,13 +8540,6 @@ typedef struct {
     bool terminal, edits;            // the input is a terminal; llm edits the text, key by key
 } Line;
 
-// a file that is written: whole, before it replaces an old one
-typedef struct {
-    FILE *f, *old;                   // what is written; the regular file that it replaces, or NULL
-    bool fresh, moves;               // `old` was made just now; f can take its place by a rename
-    char path[PATH_MAX], part[PATH_MAX + 16];   // where `old` is, and f, unless it has no name
-} Output;
-
 // all of one call of the program
 typedef struct {
     // What was asked for: main sets defaults, parse_options the rest; the model may change `o`.
@@ -8568,7 +8561,9 @@ typedef struct {
     Session s;
     void *work;                      // of one mode: a piece of text, an embedding, ...
     size_t slices;                   // of `work`, which --bench reads
-    Output out;                      // of --logits
+    FILE *out;                       // what --logits or /save writes: stdout, a device, `unfinished`
+    bool fresh;                      // the file that `unfinished` will replace was made just now
+    char place[PATH_MAX];            // where that is, behind all links
     // One answer: chat_ids and reply begin it, print_token adds to it.
     Detokenizer detokenizer;
     Text answer;                     // in a chat
@@ -8597,6 +8592,7 @@ static volatile sig_atomic_t interrupted;
 static volatile sig_atomic_t dimmed, edited, marked;   // thoughts, a line, pastes: signals undo it
 static struct termios own_mode;   // of the terminal, where no line is edited
 static int screen;                // the terminal that shows the line
+static char unfinished[PATH_MAX + 16];   // a file that is written: a signal removes it
 
 static void terminal_undo(void) {   // by write, and not into a terminal that nobody reads
     struct pollfd to = {dimmed ? STDOUT_FILENO : screen, POLLOUT, 0};
@@ -8618,6 +8614,7 @@ static void on_signal(int sig) {
     else if (sig == SIGCONT) edited = 0;
     else if (sig != SIGWINCH) {
         terminal_undo();
+        if (sig != SIGTSTP) unlink(unfinished);
         sigaction(sig, &(struct sigaction){.sa_handler = SIG_DFL}, &caught);
         raise(sig);
         sigaction(sig, &caught, NULL);   // it was SIGTSTP, and llm goes on
@@ -8885,57 +8882,49 @@ static bool read_file(Cli *cli, const char *path, Text *t) {
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
-// Opens what is to be written to a path. A regular file stays as it is until output_close: a file
-// beside it is written, and then renamed. If that would change the old one's owner or part it from
-// other names that it has, the new one is copied, and so is what cannot be beside it.
-static bool output_open(Cli *cli, Output *out, const char *path) {
+// Opens what is to be written to a path: a device or a pipe itself, but a regular file stays as it
+// is until output_close puts the one that is written beside it, `unfinished`, in its place.
+static bool output_open(Cli *cli, const char *path) {
     const char *system = cli->system && *cli->system == '@' ? cli->system + 1 : NULL;
     const char *in[] = {"/dev/stdin", system, cli->template_file, cli->chat ? NULL : cli->file};
     char magic[4] = "";
     struct stat st, input;
-    *out = (Output){.f = stdout, .fresh = stat(path, &st) != 0};
+    cli->fresh = stat(path, &st) != 0;
+    cli->out = stdout;
+    *unfinished = 0;
     if (!strcmp(path, "-")) return true;
-    out->f = fopen(path, out->fresh || !S_ISREG(st.st_mode) ? "ab" : "rb+");
-    if (!out->f || fstat(fileno(out->f), &st) || !S_ISREG(st.st_mode))   // a device, a pipe
-        return out->f || fail(&cli->e, "%s: %s", path, strerror(errno));
-    bool taken = fread(magic, 4, 1, out->f) && !memcmp(magic, "GGUF", 4);
+    FILE *old = fopen(path, cli->fresh || !S_ISREG(st.st_mode) ? "ab" : "rb+");
+    cli->out = old;
+    if (!old || fstat(fileno(old), &st) || !S_ISREG(st.st_mode))
+        return old || fail(&cli->e, "%s: %s", path, strerror(errno));
+    bool taken = fread(magic, 4, 1, old) && !memcmp(magic, "GGUF", 4);
     for (size_t i = 0; i < COUNT(in); i++)   // a chat that -f began may be saved there
         if (in[i] && !stat(in[i], &input) && input.st_dev == st.st_dev)
             taken = taken || input.st_ino == st.st_ino;
-    out->old = out->f;
-    if (taken) {
-        fclose(out->old);
+    fclose(old);
+    if (taken)
         return fail(&cli->e, "%s: this is a model, or is read now: it is not overwritten", path);
-    }
-    if (realpath(path, out->path))
-        snprintf(out->part, sizeof out->part, "%s.llm.%d", out->path, (int)getpid());
-    out->f = fopen(out->part, "wbx+");
-    if (!out->f) out->f = tmpfile();
-    if (!out->f) return fail(&cli->e, "%s: %s", path, strerror(errno));
-    out->moves = st.st_nlink == 1 && !fchown(fileno(out->f), st.st_uid, st.st_gid) &&
-                 !fchmod(fileno(out->f), st.st_mode);
+    if (realpath(path, cli->place))
+        snprintf(unfinished, sizeof unfinished, "%s.llm.%d", cli->place, (int)getpid());
+    cli->out = fopen(unfinished, "wbx");
+    if (!cli->out && cli->fresh) remove(cli->place);
+    if (!cli->out) return fail(&cli->e, "%s: %s", unfinished, strerror(errno));
+    (void)!fchown(fileno(cli->out), st.st_uid, st.st_gid);   // if llm may give it to the old owner
+    (void)!fchmod(fileno(cli->out), st.st_mode);
     return true;
 }
 
-// Puts what was written into its place; if it is not ok or cannot be written, the old file stays,
-// and of a new one nothing.
-static bool output_close(Cli *cli, Output *out, const char *path, bool ok) {
-    FILE *f = out->f, *old = out->old;
-    char bytes[1 << 16];
+// Puts the whole file in the old one's place. If it is not ok or cannot be written, the old one
+// stays, and of a new one nothing.
+static bool output_close(Cli *cli, const char *path, bool ok) {
+    FILE *f = cli->out;
     if (f == stdout) return ok;   // main looks for errors
-    bool done = ok && !fflush(f) && !ferror(f) && (!old || !fsync(fileno(f)));
-    if (done && old && !(out->moves && !rename(out->part, out->path))) {
-        rewind(f);
-        rewind(old);
-        for (size_t n; (n = fread(bytes, 1, sizeof bytes, f)) > 0;) fwrite(bytes, 1, n, old);
-        done = !ferror(f) && !fflush(old) && !ferror(old) && !ftruncate(fileno(old), ftello(old));
-    }
+    bool done = ok && !fflush(f) && !ferror(f);
+    if (*unfinished) done = done && !fsync(fileno(f)) && !rename(unfinished, cli->place);
     if (ok && !done) fail(&cli->e, "%s: %s", path, strerror(errno));
     fclose(f);
-    if (!old) return done;
-    fclose(old);
-    remove(out->part);   // unless it has another name now
-    if (!done && out->fresh) remove(out->path);
+    remove(unfinished);   // unless it has the other name now
+    if (!done && cli->fresh) remove(cli->place);
     return done;
 }
 
@@ -9029,18 +9018,17 @@ static bool chat_read(Cli *cli) {
 
 // Writes the conversation as chat_read reads it.
 static bool chat_save(Cli *cli, const char *path) {
-    Output out;
-    if (!output_open(cli, &out, path)) return false;
+    if (!output_open(cli, path)) return false;
     for (const ChatMessage *m = cli->message; m < cli->message + cli->n_message; m++) {
-        fprintf(out.f, "@%.*s\n", STR_ARG(m->role));
+        fprintf(cli->out, "@%.*s\n", STR_ARG(m->role));
         for (Str rest = m->content; rest.s;) {
             Str line = cut_line(&rest);
-            if (names_role(line)) putc('\\', out.f);
-            fwrite(line.s, 1, line.n, out.f);
-            putc('\n', out.f);
+            if (names_role(line)) putc('\\', cli->out);
+            fwrite(line.s, 1, line.n, cli->out);
+            putc('\n', cli->out);
         }
     }
-    return output_close(cli, &out, path, true);
+    return output_close(cli, path, true);
 }
 
 static bool chat_render(Cli *cli, const ChatMessage *m, size_t n, int think, Rendered *r) {
@@ -9699,14 +9687,14 @@ static bool write_row(void *ctx, int i, const float *logits) {
     Cli *cli = ctx;
     size_t n = cli->m.config.n_vocab;
     (void)i;
-    return fwrite(logits, sizeof *logits, n, cli->out.f) == n;
+    return fwrite(logits, sizeof *logits, n, cli->out) == n;
 }
 
 static bool run_logits(Cli *cli) {
-    if (!output_open(cli, &cli->out, cli->logits)) return false;
+    if (!output_open(cli, cli->logits)) return false;
     Request all = {cli->ids.id, cli->ids.n, .fn = write_row, .ctx = cli};
-    bool ok = session_run(&cli->s, all, &cli->e) || ferror(cli->out.f);
-    return output_close(cli, &cli->out, cli->logits, ok);
+    bool ok = session_run(&cli->s, all, &cli->e) || ferror(cli->out);
+    return output_close(cli, cli->logits, ok);
 }
 
 typedef struct { const int32_t *ids; int n_vocab, count; double nll, squares; } Score;
