@@ -8531,12 +8531,12 @@ typedef struct { char *s; size_t n, room; } Text;
 
 // the message that a user types, while chat_listen reads it
 typedef struct {
-    size_t from, at, seen;           // bytes that stay, before the cursor, on the screen
+    size_t from, at;                 // bytes that stay, before the cursor
     size_t entry;                    // which text of cli->typed is edited
     int width, height, fold;         // of the page; what the screen's width may have become
-    int top, row;                    // how many rows are above the page; the cursor's on it
+    int top, row;                    // how many rows are above the page; the cursor's on it, or NONE
     int next;                        // a key that was read ahead, or NONE
-    bool shown, anew, pasted, done;  // anything is; all must be; a paste has begun; all is said
+    bool shown, pasted, done;        // anything is; a paste has begun; all is said
     bool terminal, edits;            // the input is a terminal; llm edits the text, key by key
 } Line;
 
@@ -9184,21 +9184,20 @@ static int cells(uint32_t c) {
     return narrow ? 1 : 2;
 }
 
-// Shows the message from byte `from` to byte `to`, as far as it is on the page, and returns the row
+// Adds to cli->shown the message up to byte `to`, as far as it is on the page, and returns the row
 // of `to`. "> " begins a line, a blank stands for a control character. A row ends where the next
 // character may not fit: so no terminal wraps it. Only a resized one has folded it meanwhile.
-static int show_text(Cli *cli, size_t from, size_t to) {
+static int show_text(Cli *cli, size_t to) {
     const Text *said = typed(cli);
     const Line *line = &cli->line;
-    Text *shown = &cli->shown;   // all at once: nothing flickers
+    Text *shown = &cli->shown;
     int row = 0, column = 2;
-    shown->n = 0;
     for (size_t i = line->from, used; i < said->n; i += used) {
         uint32_t c = utf8_decode(said->s + i, said->n - i, &used);
         bool wraps = column + cells(c) > line->width, begins = wraps || (c == '\n' && i < to);
         if (begins) row += 1 + (column - 1) / line->fold;
         if (begins) column = wraps ? 0 : 2;
-        bool visible = i >= from && row >= line->top && row - line->top < line->height;
+        bool visible = row >= line->top && row - line->top < line->height;
         if (visible && begins && row > line->top) text_add(cli, shown, "\n", 1);
         if (i >= to) break;
         if (visible && c == '\n') text_add(cli, shown, "> ", 2);
@@ -9206,55 +9205,48 @@ static int show_text(Cli *cli, size_t from, size_t to) {
         else if (visible) text_add(cli, shown, said->s + i, used);
         column += cells(c);
     }
-    if (shown->n) dprintf(screen, "%.*s", (int)shown->n, shown->s);
     return row + (column - 1) / line->fold;
 }
 
-static void show_home(const Cli *cli, int up) {   // takes the cursor to where the page begins
-    for (; up > 0; up--) dprintf(screen, "\033[A");
-    dprintf(screen, cli->line.top ? "\r" : "\r> ");
+// Takes the cursor up to where the page begins, and clears the screen from there on.
+static void show_home(Cli *cli, int up, bool clear) {
+    for (; up > 0; up--) text_add(cli, &cli->shown, "\033[A", 3);
+    text_add(cli, &cli->shown, "\r\033[J", clear ? 4 : 1);
+    text_add(cli, &cli->shown, "> ", cli->line.top ? 0 : 2);
 }
 
-// Brings the screen up to date: shows what was added at the end, or else the page with the cursor
-// anew. Then the text before the cursor, shown once more, takes the cursor to its place, however
-// wide that text is. A dumb terminal has pages of one row. At the end all of the message is shown.
+// Shows the page with the cursor in place of what stands behind the prompt. Then the text before
+// the cursor, shown once more, takes the cursor to its place, however wide that text is. A dumb
+// terminal has pages of one row. At the end all of the message is shown.
 static void show_line(Cli *cli) {
     Line *line = &cli->line;
+    Text *shown = &cli->shown;   // all at once: nothing flickers
     size_t n = typed(cli)->n;
     struct winsize size;
-    if (!line->shown) return;
+    if (!line->shown || (line->row == NONE && !n)) return;
     if (ioctl(screen, TIOCGWINSZ, &size) || size.ws_col < 8 || size.ws_row < 2)
         size = (struct winsize){.ws_row = 24, .ws_col = 80};
     int width = size.ws_col - cli->dumb;
-    line->fold = width;
+    line->fold = line->done ? INT_MAX : width;
     line->height = cli->dumb ? 1 : size.ws_row - 1;
-    if (line->done && show_text(cli, n, n) > 0) line->fold = line->height = INT_MAX;   // all of it
-    if (line->seen > line->from && line->width != line->fold) {
-        line->row = show_text(cli, n, line->at) - line->top;
-        line->anew = true;
-    }
+    if (line->done) line->height = INT_MAX;
+    if (line->row != NONE && line->width != line->fold)
+        line->row = show_text(cli, line->at) - line->top;
     line->width = line->fold;
-    int row = show_text(cli, n, line->at), top = fmax(row - line->height + 1, 0);
-    if (line->anew || top != line->top) {
-        line->top = top;
+    int row = show_text(cli, line->at);
+    line->top = fmax(row - line->height + 1, 0);
+    shown->n = 0;
+    if (line->row != NONE || line->top) {
         if (cli->dumb) dprintf(screen, "\r%*s", width, "");
-        show_home(cli, line->row);
-        if (!cli->dumb) dprintf(screen, line->top ? "\033[J" : "\033[J\r> ");
-        int last = show_text(cli, line->from, n);
-        if (line->at < n) {
-            show_home(cli, smaller(last - top, line->height - 1));
-            show_text(cli, line->from, line->at);
-        }
-    } else show_text(cli, line->seen, n);
-    line->row = row - top;
-    line->seen = n;
-    line->anew = false;
-}
-
-static void show_end(Cli *cli) {   // takes the cursor behind the message
-    if (cli->line.at < typed(cli)->n) cli->line.anew = true;
-    cli->line.at = typed(cli)->n;
-    show_line(cli);
+        show_home(cli, line->row, !cli->dumb);
+    }
+    int last = show_text(cli, n) - line->top;
+    if (line->at < n) {
+        show_home(cli, smaller(last, line->height - 1), false);
+        show_text(cli, line->at);
+    }
+    line->row = row - line->top;
+    dprintf(screen, "%.*s", (int)shown->n, shown->s);
 }
 
 // Asks for a message in a row of its own. From now on a terminal marks pastes.
@@ -9262,9 +9254,8 @@ static void show_prompt(Cli *cli) {
     Line *line = &cli->line;
     screen = isatty(STDOUT_FILENO) ? STDOUT_FILENO : STDIN_FILENO;
     if (isatty(STDERR_FILENO)) screen = STDERR_FILENO;
-    line->row = line->top = 0;
-    line->seen = line->from;
-    line->anew = line->at < typed(cli)->n;
+    line->top = 0;
+    line->row = NONE;
     line->shown = line->edits && own_mode.c_lflag & ECHO;   // Emacs shows what it sends
     marked = line->shown && !cli->dumb;
     dprintf(screen, marked ? "> \033[?2004h" : "> ");
@@ -9272,9 +9263,7 @@ static void show_prompt(Cli *cli) {
 
 // Puts s [n] in place of a part of the message, and the cursor behind it.
 static bool edit(Cli *cli, size_t from, size_t to, const char *s, size_t n) {
-    Line *line = &cli->line;
-    if (from < typed(cli)->n) line->anew = true;
-    line->at = from + n;
+    cli->line.at = from + n;
     return text_replace(cli, typed(cli), from, to, s, n);
 }
 
@@ -9292,7 +9281,6 @@ static bool typed_key(Cli *cli, int key) {
     bool back = is(keys, EDITS[k].back);
     size_t at = line->at, to = reach(cli, back, EDITS[k].place), entry = line->entry;
     int does = EDITS[k].does;
-    if (does != SUSPEND) line->anew = true;
     if (does == GO) line->at = to;
     if (does == ERASE) return edit(cli, smaller(at, to), larger(at, to), "", 0);
     if (does == NEWLINE) return edit(cli, at, at, "\n", 1);
@@ -9307,7 +9295,8 @@ static bool typed_key(Cli *cli, int key) {
     if (does == CLEAR && !cli->dumb) dprintf(screen, "\033[H\033[2J");
     if (does == PASTED) line->pasted = !back;
     if (does == SUSPEND) {
-        show_end(cli);
+        line->at = typed(cli)->n;
+        show_line(cli);
         terminal_undo();
         kill(0, SIGTSTP);
     }
@@ -9368,7 +9357,8 @@ static bool chat_listen(Cli *cli) {
         else if (key != NONE) ok = edit(cli, line->at, line->at, &(char){key}, 1);
     }
     if (ok && !line->edits && !strncmp(last->s, "\xEF\xBB\xBF", 3)) edit(cli, 0, 3, "", 0);
-    show_end(cli);
+    line->at = typed(cli)->n;
+    show_line(cli);
     if (line->terminal && (line->shown || leaves || interrupted)) dprintf(screen, "\n");
     if (!interrupted) ok = ok && text_add(cli, said, typed(cli)->s, typed(cli)->n);
     while (line->edits && text_ends(said, "\n")) said->s[--said->n] = 0;   // a paste's last one
