@@ -2264,7 +2264,7 @@ static bool load_arch(Loader *ld) {
     }
     snprintf(c->name, sizeof c->name, "%.*s", STR_ARG(name));
     if (!ld->arch || !str_eq(name, c->name))
-        return refuse(ld, "architecture %.*s is not supported; --help lists all", STR_ARG(name));
+        return refuse(ld, "architecture %.*s is not supported; --help -v lists all", STR_ARG(name));
     if (!m->gguf->n_tensors) return refuse(ld, "no tensors: this is a vocabulary, not a model");
     return ld->ok;
 }
@@ -8534,7 +8534,7 @@ typedef struct {
     size_t from, at;                 // bytes that stay, before the cursor
     size_t entry;                    // which text of cli->typed is edited
     int width, height, fold;         // of the page; what the screen's width may have become
-    int top, row;                    // how many rows are above the page; the cursor's on it, or NONE
+    int top, row;                    // rows above the page; the cursor's row on it, or NONE
     int next;                        // a key that was read ahead, or NONE
     bool shown, pasted, done;        // anything is; a paste has begun; all is said
     bool terminal, edits;            // the input is a terminal; llm edits the text, key by key
@@ -8561,7 +8561,7 @@ typedef struct {
     Session s;
     void *work;                      // of one mode: a piece of text, an embedding, ...
     size_t slices;                   // of `work`, which --bench reads
-    FILE *out;                       // what --logits or /save writes: stdout, a device, `unfinished`
+    FILE *out;                       // what is written: stdout, a device, or `unfinished`
     bool fresh;                      // the file that `unfinished` will replace was made just now
     char place[PATH_MAX];            // where that is, behind all links
     // One answer: chat_ids and reply begin it, print_token adds to it.
@@ -8651,7 +8651,7 @@ typedef struct {
 
 // To add an option: a field in Cli or Options, a row of the kind that the field's type has, the
 // default in main, in check_options what it does not go with; a mode has its place there and in
-// run. --help has all the lines that test.c allows: two options share one, or the limit changes.
+// run. --help has at most 45 lines, as test.c checks.
 #define AT(field) offsetof(Cli, field)
 #define PICK(field) offsetof(Cli, o.sampling.field)
 static const Option OPTIONS[] = {
@@ -8691,24 +8691,16 @@ static const Option OPTIONS[] = {
     {"-v", SWITCH, AT(verbose), 0, 0, NULL},
     {"-h", SWITCH, AT(help), 0, 0, NULL},
     {"--version", SWITCH, AT(version), 0, 0, NULL},
-    {"--help", SWITCH, AT(help), 0, 0, "this page; so is -h; --version prints llm 1.0"},
+    {"--help", SWITCH, AT(help), 0, 0, "this page; so is -h; -v: families, too; --version: llm 1.0"},
 };
 
-static void print_usage(void) {
-    printf("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT");
+static void print_usage(bool families) {
+    printf("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT\n");
     for (const Option *o = OPTIONS; o < OPTIONS + COUNT(OPTIONS); o++)
-        if (o->help) printf("\n  %-22s %s", o->usage, o->help);
-    int column = printf("\nfamilies (* verified):");
-    for (size_t i = 0; i < COUNT(ARCHS); i++) {
-        if (ARCHS[i].n_layer) continue;   // another row has the same name
-        for (const char *name = ARCHS[i].names; *name; name += strspn(name, " ")) {
-            int n = strcspn(name, " ");
-            if (column + n > 99) column = printf("\n") - 1;
-            column += printf(" %.*s", n, name);
-            name += n;
-        }
-    }
-    putchar('\n');
+        if (o->help) printf("  %-22s %s\n", o->usage, o->help);
+    if (families) printf("families of models (* verified):\n");
+    for (const Arch *a = ARCHS; families && a < ARCHS + COUNT(ARCHS); a++)
+        if (!a->n_layer) printf("  %s\n", a->names);   // else another row has the same name
 }
 
 // Stores a value: a text, a number, or numbers with commas; in a LIST blanks part them, too, as
@@ -8783,17 +8775,10 @@ static bool read_option(Cli *cli, char **argv, int *i) {
 
 static bool uses_template(const Cli *cli) { return cli->chat || cli->answer_once || cli->render; }
 
-// Do the options go together? texts: how many prompts and lists of ids they give
-static bool check_options(Cli *cli, int texts) {
+// Do the options go together? They give so many prompts and lists of ids, and modes.
+static bool check_options(Cli *cli, int texts, int modes) {
     bool measures = cli->bench.id || cli->info;   // these need no prompt
-    bool chats = cli->chat || cli->answer_once;   // which may also be rendered, or tokenized
-    const bool modes[] = {cli->chat, cli->answer_once, cli->render && !chats,
-                          cli->tokenize && !chats, cli->logits, cli->embed, cli->ppl,
-                          cli->bench.id, cli->info};
-    int n_modes = 0;
-    for (size_t i = 0; i < COUNT(modes); i++)
-        if (modes[i]) n_modes++;
-    if (n_modes > 1)
+    if (modes > 1)
         return fail(&cli->e, "two modes: give one of -i, --chat, --render, --tokenize, --logits, "
                     "--embed, --ppl, --bench and --info");
     if (measures && texts)
@@ -8825,20 +8810,24 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
     if (cli->help || cli->version) return true;
     if (!cli->model) cli->model = *word++;   // else -m gave it
     const char *file = cli->prompt || word[0] ? NULL : cli->file;   // behind PROMPT it is a part
-    const void *source[] = {cli->prompt, word[0], word[1], file, cli->ids.id, cli->ppl};
-    int prompts = 0;
+    const bool source[] = {cli->prompt, word[0], word[1], file, cli->ids.id, cli->ppl};
+    bool chats = cli->chat || cli->answer_once;   // which may also be rendered, or tokenized
+    const bool mode[] = {cli->chat, cli->answer_once, cli->render && !chats,
+                         cli->tokenize && !chats, cli->logits, cli->embed, cli->ppl,
+                         cli->bench.id, cli->info};
+    int prompts = 0, modes = 0;
     for (size_t i = 0; i < COUNT(source); i++)
         if (source[i]) prompts++;
+    for (size_t i = 0; i < COUNT(mode); i++)
+        if (mode[i]) modes++;
     if (word[0]) cli->prompt = word[0];
     cli->o.gpu_block = cli->gpu && !strcmp(cli->gpu, "block");
     bool number = cli->gpu && !cli->gpu[strspn(cli->gpu, "0123456789")];
     if (number) cli->o.gpu_layers = atoi(cli->gpu);
     if (cli->render && !prompts) cli->file = "-";
-    bool other = uses_template(cli) || cli->tokenize || cli->embed || cli->logits ||
-                 cli->bench.id || cli->info;
-    if (!prompts && !other && isatty(STDIN_FILENO)) cli->chat = cli->chat_by_default = true;
+    if (!prompts && !modes && isatty(STDIN_FILENO)) cli->chat = cli->chat_by_default = true;
     if (cli->n_predict < -1) cli->n_predict = cli->chat || cli->answer_once ? -1 : 256;
-    return check_options(cli, prompts);
+    return check_options(cli, prompts, modes);
 }
 
 // puts s[n], which may be a part of the text itself where that has room, in place of a part
@@ -8950,6 +8939,8 @@ static const struct { const char *open, *close; } THOUGHTS[] = {
     {"<think>", "</think>"}, {"[THINK]", "[/THINK]"}, {"<seed:think>", "</seed:think>"},
     {"<|channel>thought", "<channel|>"}, {"<|channel|>analysis<|message|>", "<|end|>"},
 };
+static const char MARKS[] = "<think> </think> [THINK] [/THINK] <seed:think> </seed:think> "
+                            "<|channel> <channel|>";   // shown where thoughts cannot be dimmed
 static const char FINAL[] = "<|channel|>final<|message|>";   // gpt-oss: here its answer begins
 
 static void chat_clear(Cli *cli, size_t from) {   // forgets the messages from there on
@@ -9223,7 +9214,7 @@ static void show_line(Cli *cli) {
     Text *shown = &cli->shown;   // all at once: nothing flickers
     size_t n = typed(cli)->n;
     struct winsize size;
-    if (!line->shown || (line->row == NONE && !n)) return;
+    if (!line->shown || (line->row == NONE && n == line->from)) return;
     if (ioctl(screen, TIOCGWINSZ, &size) || size.ws_col < 8 || size.ws_row < 2)
         size = (struct winsize){.ws_row = 24, .ws_col = 80};
     int width = size.ws_col - cli->dumb;
@@ -9291,8 +9282,7 @@ static bool typed_key(Cli *cli, int key) {
         line->from = 0;
         line->at = typed(cli)->n;
     }
-    if (does == CLEAR) line->row = 0;
-    if (does == CLEAR && !cli->dumb) dprintf(screen, "\033[H\033[2J");
+    if (does == CLEAR && !cli->dumb) line->row = 1000;   // which no screen has: up to its top
     if (does == PASTED) line->pasted = !back;
     if (does == SUSPEND) {
         line->at = typed(cli)->n;
@@ -9446,14 +9436,13 @@ static bool print_token(void *ctx, int32_t id) {
     Str s = {cli->work, 0}, name = NOTHING;
     if (t->kind) s.n = detokenize(t, &cli->detokenizer, id, cli->work);
     if (token_is(t, id, SPECIAL_TYPES)) name = token_at(t, id).text;
-    bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL), shown = !control;
+    bool ok = true, chats = cli->n_message, control = token_is(t, id, 1 << TOKEN_CONTROL);
     if (control) s = name;
     if (is(name, "<|start|> <|channel|> <|channel>")) cli->header = true;
-    // control tokens are hidden, but a chat that cannot dim thoughts shows those around thoughts
-    if (cli->n_message && cli->dims) shown = !control && !cli->header && !is(name, "<|end|>");
-    else if (cli->n_message && control)
-        shown = is(name, "<think> </think> [THINK] [/THINK] <|channel> <channel|> "
-                         "<seed:think> </seed:think>");
+    // hidden: control tokens; where thoughts are dimmed, names of channels; else not their marks
+    bool shown = !control;
+    if (chats && cli->dims && (cli->header || is(name, "<|end|>"))) shown = false;
+    if (chats && !cli->dims && is(name, MARKS)) shown = true;
     for (size_t used; ok && s.n > 0; s = str_from(s, used)) {
         uint32_t c = utf8_decode(s.s, s.n, &used);
         bool thinks = cli->thinking, acts = is_control(c) && c != '\n' && c != '\t';
@@ -9465,7 +9454,7 @@ static bool print_token(void *ctx, int32_t id) {
         }
         if (acts && isatty(STDOUT_FILENO)) putchar(' ');
         else if (shown) fwrite(s.s, 1, used, stdout);
-        if (cli->n_message) ok = answer_add(cli, s.s, used);
+        if (chats) ok = answer_add(cli, s.s, used);
     }
     if (cli->thinking || is(name, "<|message|> <channel|>")) cli->header = false;
     fflush(stdout);
@@ -9961,7 +9950,7 @@ static bool start_session(Cli *cli) {
 static bool run(Cli *cli) {
     Model *m = &cli->m;
     cli->failure = 1;
-    if (cli->help) print_usage();
+    if (cli->help) print_usage(cli->verbose);
     else if (cli->version) puts("llm 1.0");
     if (cli->help || cli->version) return true;
     bool ok = model_load(m, cli->model, !cli->tokenize && !cli->render, &cli->e);

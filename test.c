@@ -3381,11 +3381,12 @@ static void test_cli_output(void) {   // to the letter
          "-DQUANT_WORDS -mf16c\\ -mavx2 -march=native; do $(echo $c $o) -fsyntax-only -Wpedantic "
          "-Wconversion -Wsign-conversion quant.h 2>&1; done; done | grep quant.h:.*warning", "^$"},
         {"llm --help", "^usage: llm MODEL([^\n]*\n){1,45}$"},   // no more than a screen
+        {"llm --help -v", "^usage: llm MODEL.*\nfamilies"},
     };
     for (size_t i = 0; i < COUNT(good); i++) check_llm(good[i].command, 0, good[i].pattern, "");
     for (size_t i = 0; i < COUNT(ARCHS); i++)
         EACH_WORD(s, ARCHS[i].names, " ")
-            CHECK(strstr(cli.out, text_of(" %s", s)), "--help does not list %s", s);
+            CHECK(strstr(cli.out, text_of(" %s", s)), "--help -v does not list %s", s);
 }
 
 static void test_cli_completion(void) {
@@ -3599,7 +3600,7 @@ static const struct { const char *command, *out, *err; int status; } CHATS[] = {
     {"mkfifo $D/w/p; cat $D/w/p & printf 'a\n/save '$D/w/p | llm $C -i -n 0; wait; test -p $D/w/p",
      "^\n@user\na\n@assistant\n\n$", "^prefill"},
     {"for i in 9 230; do n=$D/w/$(printf %${i}s | tr ' ' n); : >$n; ln $n $D/w/h$i; "
-     "printf $i'\n/save '$n | llm $C -i -n 0 2>&1 >$D/o; done; cat $D/w/[hn]*; ls $D/w | cut -c 1-2",
+     "printf $i'\n/save '$n | llm $C -i -n 0 2>&1 >$D/o; done; cat $D/w/[hn]*; ls $D/w | cut -c-2",
      "^(pre[^\n]*\n){2}@user\n9\n@assistant\n\n@user\n230\n@assistant\n\nh2\nh9\nnn\nnn\np\n$", ""},
     {"(cd $D; echo old >a; chmod 640 a; ln -s a l); (ulimit -f 0; printf 'a\n/save '$D/l|"
      "llm $C -i -n 0 2>&1) | cat; cat $D/a; ls -A $D | grep '[.]llm'; "
