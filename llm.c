@@ -8562,8 +8562,7 @@ typedef struct {
     void *work;                      // of one mode: a piece of text, an embedding, ...
     size_t slices;                   // of `work`, which --bench reads
     FILE *out;                       // what is written: stdout, a device, or `unfinished`
-    bool fresh;                      // the file that `unfinished` will replace was made just now
-    char place[PATH_MAX];            // where that is, behind all links
+    char place[PATH_MAX];            // where `unfinished` will be, behind all links
     // One answer: chat_ids and reply begin it, print_token adds to it.
     Detokenizer detokenizer;
     Text answer;                     // in a chat
@@ -8650,8 +8649,8 @@ typedef struct {
 } Option;
 
 // To add an option: a field in Cli or Options, a row of the kind that the field's type has, the
-// default in main, in check_options what it does not go with; a mode has its place there and in
-// run. --help has at most 45 lines, as test.c checks.
+// default in main, in check_options what it does not go with; a mode has its place in parse_options
+// and in run. --help has at most 45 lines, as test.c checks.
 #define AT(field) offsetof(Cli, field)
 #define PICK(field) offsetof(Cli, o.sampling.field)
 static const Option OPTIONS[] = {
@@ -8878,11 +8877,11 @@ static bool output_open(Cli *cli, const char *path) {
     const char *in[] = {"/dev/stdin", system, cli->template_file, cli->chat ? NULL : cli->file};
     char magic[4] = "";
     struct stat st, input;
-    cli->fresh = stat(path, &st) != 0;
+    bool fresh = stat(path, &st) != 0;   // then it is made only to see where that is possible
     cli->out = stdout;
     *unfinished = 0;
     if (!strcmp(path, "-")) return true;
-    FILE *old = fopen(path, cli->fresh || !S_ISREG(st.st_mode) ? "ab" : "rb+");
+    FILE *old = fopen(path, fresh || !S_ISREG(st.st_mode) ? "ab" : "rb+");
     cli->out = old;
     if (!old || fstat(fileno(old), &st) || !S_ISREG(st.st_mode))
         return old || fail(&cli->e, "%s: %s", path, strerror(errno));
@@ -8895,16 +8894,15 @@ static bool output_open(Cli *cli, const char *path) {
         return fail(&cli->e, "%s: this is a model, or is read now: it is not overwritten", path);
     if (realpath(path, cli->place))
         snprintf(unfinished, sizeof unfinished, "%s.llm.%d", cli->place, (int)getpid());
+    if (fresh) remove(cli->place);
     cli->out = fopen(unfinished, "wbx");
-    if (!cli->out && cli->fresh) remove(cli->place);
     if (!cli->out) return fail(&cli->e, "%s: %s", unfinished, strerror(errno));
     (void)!fchown(fileno(cli->out), st.st_uid, st.st_gid);   // if llm may give it to the old owner
     (void)!fchmod(fileno(cli->out), st.st_mode);
     return true;
 }
 
-// Puts the whole file in the old one's place. If it is not ok or cannot be written, the old one
-// stays, and of a new one nothing.
+// Puts the whole file in its place. If it is not ok or cannot be written, an old one stays there.
 static bool output_close(Cli *cli, const char *path, bool ok) {
     FILE *f = cli->out;
     if (f == stdout) return ok;   // main looks for errors
@@ -8913,7 +8911,6 @@ static bool output_close(Cli *cli, const char *path, bool ok) {
     if (ok && !done) fail(&cli->e, "%s: %s", path, strerror(errno));
     fclose(f);
     remove(unfinished);   // unless it has the other name now
-    if (!done && cli->fresh) remove(cli->place);
     return done;
 }
 
@@ -9157,9 +9154,8 @@ static size_t reach(Cli *cli, bool back, int place) {
     const Text *said = typed(cli);
     size_t at = cli->line.at, end = back ? cli->line.from : said->n;
     for (bool there = at == end; !there && (at += back ? -1 : 1) != end;) {
-        char before = said->s[at - 1], behind = said->s[at];
-        char passed = back ? behind : before;
-        char next = back ? before : behind;
+        char passed = said->s[back ? at : at - 1];
+        char next = said->s[back ? at - 1 : at];
         if (place == CHARACTER) there = (said->s[at] & 0xC0) != 0x80;
         if (place == WORD) there = in_name(passed) && !in_name(next);
         if (place == BLANKS) there = !isspace((uint8_t)passed) && isspace((uint8_t)next);
@@ -9307,10 +9303,10 @@ static bool typed_enter(Cli *cli, int key) {
     if (goes_on) from--;
     line->done = !goes_on && line->next <= 0 && !line->pasted;
     if (!line->done && !edit(cli, from, line->at, "\n", 1)) return false;
-    if (line->edits) return true;
+    if (line->edits || !goes_on) return true;
     line->from = said->n;
-    if (goes_on) line->edits = edit_begins(false);
-    if (line->terminal && goes_on) show_prompt(cli);
+    line->edits = edit_begins(false);
+    if (line->terminal) show_prompt(cli);
     return true;
 }
 
@@ -9338,9 +9334,9 @@ static bool chat_listen(Cli *cli) {
         }
         bool control = edits && key >= 0 && key != '\t' && (key < ' ' || key == DELETE);
         line->next = NONE;
-        bool bye = edits && key == CTRL_D && !half && !line->pasted;
         if (edits && key == CTRL_C) interrupted += STOP;
-        leaves = bye || key == EOF || interrupted >= STOP + half;
+        if (edits && key == CTRL_D && !half && !line->pasted) key = EOF;
+        leaves = key == EOF || interrupted >= STOP + half;
         if (leaves || interrupted) line->done = true;
         else if (key == '\n' || (edits && key == '\r')) ok = typed_enter(cli, key);
         else if (control) ok = typed_key(cli, key);
@@ -9906,13 +9902,11 @@ static bool print_info(const Cli *cli) {
 
 // What the model's makers ask for, cut to the option's range, gives way to the user's options.
 static void sampling_defaults(Cli *cli) {
-    static const struct { size_t at; const char *name; } wishes[] = {
-        {PICK(temp), "temp"}, {PICK(top_k), "top_k"}, {PICK(top_p), "top_p"},
-        {PICK(min_p), "min_p"}, {PICK(repeat_penalty), "penalty_repeat"},
-        {PICK(repeat_last_n), "penalty_last_n"}};
+    static const struct { const char *option, *name; } wishes[] = {
+        {"--temp", "temp"}, {"--top-k", "top_k"}, {"--top-p", "top_p"}, {"--min-p", "min_p"},
+        {"--repeat-penalty", "penalty_repeat"}, {"--repeat-last-n", "penalty_last_n"}};
     for (size_t i = 0; i < COUNT(wishes); i++) {
-        const Option *o = OPTIONS;
-        while (o->at != wishes[i].at) o++;
+        const Option *o = find_option(wishes[i].option);
         char text[64];
         snprintf(text, sizeof text, "general.sampling.%s", wishes[i].name);
         Meta *v = gguf_find(cli->m.gguf, text);
