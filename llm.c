@@ -8577,7 +8577,7 @@ typedef struct {
     // A chat: chat_open begins it, run_chat goes on with it.
     ChatMessage *message;            // [n_message], each owns its content
     size_t n_message;
-    Text said, shown;                // what the user types; a part of it
+    Text said, shown;                // what the user types; how a terminal shows it
     Text typed[101];                 // before, and now: text n_typed, modulo 101
     size_t n_typed;
     Line line;
@@ -8806,7 +8806,6 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
         else if (option && !strcmp(argv[i], "--")) ended = true;
         else if (option && !read_option(cli, argv, &i)) return false;
     }
-    if (cli->help || cli->version) return true;
     if (!cli->model) cli->model = *word++;   // else -m gave it
     const char *file = cli->prompt || word[0] ? NULL : cli->file;   // behind PROMPT it is a part
     const bool source[] = {cli->prompt, word[0], word[1], file, cli->ids.id, cli->ppl};
@@ -8826,7 +8825,7 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
     if (cli->render && !prompts) cli->file = "-";
     if (!prompts && !modes && isatty(STDIN_FILENO)) cli->chat = cli->chat_by_default = true;
     if (cli->n_predict < -1) cli->n_predict = cli->chat || cli->answer_once ? -1 : 256;
-    return check_options(cli, prompts, modes);
+    return cli->help || cli->version || check_options(cli, prompts, modes);
 }
 
 // puts s[n], which may be a part of the text itself where that has room, in place of a part
@@ -8877,19 +8876,18 @@ static bool output_open(Cli *cli, const char *path) {
     const char *in[] = {"/dev/stdin", system, cli->template_file, cli->chat ? NULL : cli->file};
     char magic[4] = "";
     struct stat st, input;
-    bool fresh = stat(path, &st) != 0;   // then it is made only to see where that is possible
+    bool fresh = stat(path, &st) != 0;   // then it is made, to see where that is, and removed
     cli->out = stdout;
     *unfinished = 0;
     if (!strcmp(path, "-")) return true;
-    FILE *old = fopen(path, fresh || !S_ISREG(st.st_mode) ? "ab" : "rb+");
-    cli->out = old;
-    if (!old || fstat(fileno(old), &st) || !S_ISREG(st.st_mode))
-        return old || fail(&cli->e, "%s: %s", path, strerror(errno));
-    bool taken = fread(magic, 4, 1, old) && !memcmp(magic, "GGUF", 4);
+    cli->out = fopen(path, fresh || !S_ISREG(st.st_mode) ? "ab" : "rb+");
+    if (!cli->out || fstat(fileno(cli->out), &st) || !S_ISREG(st.st_mode))
+        return cli->out || fail(&cli->e, "%s: %s", path, strerror(errno));
+    bool taken = fread(magic, 4, 1, cli->out) && !memcmp(magic, "GGUF", 4);
     for (size_t i = 0; i < COUNT(in); i++)   // a chat that -f began may be saved there
         if (in[i] && !stat(in[i], &input) && input.st_dev == st.st_dev)
             taken = taken || input.st_ino == st.st_ino;
-    fclose(old);
+    fclose(cli->out);
     if (taken)
         return fail(&cli->e, "%s: this is a model, or is read now: it is not overwritten", path);
     if (realpath(path, cli->place))
@@ -9195,36 +9193,34 @@ static int show_text(Cli *cli, size_t to) {
     return row + (column - 1) / line->fold;
 }
 
-// Takes the cursor up to where the page begins, and clears the screen from there on.
+// Takes the cursor to where the page begins, `up` rows above, and may clear the screen behind that.
 static void show_home(Cli *cli, int up, bool clear) {
     for (; up > 0; up--) text_add(cli, &cli->shown, "\033[A", 3);
     text_add(cli, &cli->shown, "\r\033[J", clear ? 4 : 1);
     text_add(cli, &cli->shown, "> ", cli->line.top ? 0 : 2);
 }
 
-// Shows the page with the cursor in place of what stands behind the prompt. Then the text before
-// the cursor, shown once more, takes the cursor to its place, however wide that text is. A dumb
-// terminal has pages of one row. At the end all of the message is shown.
+// Shows the page with the cursor anew. Then the text before the cursor, shown once more, takes the
+// cursor to its place, however wide that text is. A dumb terminal has pages of one row. At the end
+// all of the message is shown.
 static void show_line(Cli *cli) {
     Line *line = &cli->line;
-    Text *shown = &cli->shown;   // all at once: nothing flickers
     size_t n = typed(cli)->n;
     struct winsize size;
     if (!line->shown || (line->row == NONE && n == line->from)) return;
     if (ioctl(screen, TIOCGWINSZ, &size) || size.ws_col < 8 || size.ws_row < 2)
         size = (struct winsize){.ws_row = 24, .ws_col = 80};
-    int width = size.ws_col - cli->dumb;
-    line->fold = line->done ? INT_MAX : width;
+    line->fold = size.ws_col - cli->dumb;
     line->height = cli->dumb ? 1 : size.ws_row - 1;
-    if (line->done) line->height = INT_MAX;
+    if (line->done) line->fold = line->height = INT_MAX;
     if (line->row != NONE && line->width != line->fold)
         line->row = show_text(cli, line->at) - line->top;
     line->width = line->fold;
     int row = show_text(cli, line->at);
     line->top = fmax(row - line->height + 1, 0);
-    shown->n = 0;
-    if (line->row != NONE || line->top) {
-        if (cli->dumb) dprintf(screen, "\r%*s", width, "");
+    cli->shown.n = 0;
+    if (line->row != NONE || line->top) {   // else the text goes behind the prompt
+        if (cli->dumb) dprintf(screen, "\r%*s", size.ws_col - 1, "");
         show_home(cli, line->row, !cli->dumb);
     }
     int last = show_text(cli, n) - line->top;
@@ -9233,7 +9229,7 @@ static void show_line(Cli *cli) {
         show_text(cli, line->at);
     }
     line->row = row - line->top;
-    dprintf(screen, "%.*s", (int)shown->n, shown->s);
+    dprintf(screen, "%.*s", (int)cli->shown.n, cli->shown.s);   // all at once: nothing flickers
 }
 
 // Asks for a message in a row of its own. From now on a terminal marks pastes.
@@ -9283,7 +9279,6 @@ static bool typed_key(Cli *cli, int key) {
     if (does == SUSPEND) {
         line->at = typed(cli)->n;
         show_line(cli);
-        terminal_undo();
         kill(0, SIGTSTP);
     }
     return true;
@@ -9797,8 +9792,7 @@ static bool run_bench(Cli *cli) {
 
 // up to `most` bytes of a string of the file, whole characters, a blank for each control character
 static void print_str(Str s, size_t most) {
-    size_t used;
-    for (size_t i = 0; i < s.n && i < most; i += used) {
+    for (size_t i = 0, used; i < s.n && i < most; i += used) {
         uint32_t c = utf8_decode(s.s + i, s.n - i, &used);
         if (utf8_valid(c, used) && !is_control(c)) printf("%.*s", (int)used, s.s + i);
         else putchar(' ');
