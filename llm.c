@@ -8690,7 +8690,7 @@ static const Option OPTIONS[] = {
     {"-v", SWITCH, AT(verbose), 0, 0, NULL},
     {"-h", SWITCH, AT(help), 0, 0, NULL},
     {"--version", SWITCH, AT(version), 0, 0, NULL},
-    {"--help", SWITCH, AT(help), 0, 0, "this page; so is -h; -v: families, too; --version: llm 1.0"},
+    {"--help", SWITCH, AT(help), 0, 0, "this page, also -h; -v: families, too; --version: llm 1.0"},
 };
 
 static void print_usage(bool families) {
