@@ -1517,8 +1517,8 @@ static const Arch ARCHS[] = {   // the first row with a file's name and number o
     {"cohere2moe*", .c = {.rope = ROPE_PAIRS, .gating = SIGMOID},
      .flags = LOCAL_ROPE | FULL_FIRST | MAY_BE_PARALLEL | SHARED_AVERAGED, .period = 4},
     {"exaone4", .c = {.window = 4096}, .flags = LOCAL_ROPE, .period = 4, .n_layer = 64},
-    {"phi3* qwen2* qwen3* bailingmoe2 exaone exaone4 falcon-h1* olmoe openelm paddleocr "
-     "pangu-embedded qwen qwen2moe qwen2vl seed_oss", .flags = 0},   // as a Llama, but on halves
+    {"phi3* qwen2* qwen3* bailingmoe2 exaone exaone4 falcon-h1* olmoe", .flags = 0},   // on halves
+    {"openelm paddleocr pangu-embedded qwen qwen2moe qwen2vl seed_oss", .flags = 0},
     {"plamo", .flags = MAY_BE_PARALLEL},
     {"qwen3vl", .c = {.sections_mixed = true}},
     {"glm4moe* dots1 hy_v3", .c = {.gating = SIGMOID}},
@@ -2270,7 +2270,7 @@ static bool load_arch(Loader *ld) {
     }
     snprintf(c->name, sizeof c->name, "%.*s", STR_ARG(name));
     if (!ld->arch || !str_eq(name, c->name))
-        return refuse(ld, "architecture %.*s is not supported; --help lists all", STR_ARG(name));
+        return refuse(ld, "architecture %.*s is not supported; --help -v lists all", STR_ARG(name));
     if (!m->gguf->n_tensors) return refuse(ld, "no tensors: this is a vocabulary, not a model");
     return ld->ok;
 }
@@ -8521,21 +8521,14 @@ typedef struct { char *s; size_t n, room; } Text;
 
 // the message that a user types, while chat_listen reads it
 typedef struct {
-    size_t from, at, seen;           // bytes that stay, before the cursor, on the screen
+    size_t from, at;                 // bytes that stay, before the cursor
     size_t entry;                    // which text of cli->typed is edited
     int width, height, fold;         // of the page; what the screen's width may have become
-    int top, row;                    // how many rows are above the page; the cursor's on it
+    int top, row;                    // rows above the page; the cursor's row on it, or NONE
     int next;                        // a key that was read ahead, or NONE
-    bool shown, anew, pasted, done;  // anything is; all must be; a paste has begun; all is said
+    bool shown, pasted, done;        // anything is; a paste has begun; all is said
     bool terminal, edits;            // the input is a terminal; llm edits the text, key by key
 } Line;
-
-// a file that is written: whole, before it replaces an old one
-typedef struct {
-    FILE *f, *old;                   // what is written; the regular file that it replaces, or NULL
-    bool fresh, moves;               // `old` was made just now; f can take its place by a rename
-    char path[PATH_MAX], part[PATH_MAX + 16];   // where `old` is, and f, unless it has no name
-} Output;
 
 // all of one call of the program
 typedef struct {
@@ -8558,7 +8551,8 @@ typedef struct {
     Session s;
     void *work;                      // of one mode: a piece of text, an embedding, ...
     size_t slices;                   // of `work`, which --bench reads
-    Output out;                      // of --logits
+    FILE *out;                       // what is written: stdout, a device, or `unfinished`
+    char place[PATH_MAX];            // where `unfinished` will be, behind all links
     // One answer: chat_ids and reply begin it, print_token adds to it.
     Detokenizer detokenizer;
     Text answer;                     // in a chat
@@ -8573,7 +8567,7 @@ typedef struct {
     // A chat: chat_open begins it, run_chat goes on with it.
     ChatMessage *message;            // [n_message], each owns its content
     size_t n_message;
-    Text said, shown;                // what the user types; a part of it
+    Text said, shown;                // what the user types; how a terminal shows it
     Text typed[101];                 // before, and now: text n_typed, modulo 101
     size_t n_typed;
     Line line;
@@ -8587,6 +8581,7 @@ static volatile sig_atomic_t interrupted;
 static volatile sig_atomic_t dimmed, edited, marked;   // thoughts, a line, pastes: signals undo it
 static struct termios own_mode;   // of the terminal, where no line is edited
 static int screen;                // the terminal that shows the line
+static char unfinished[PATH_MAX + 16];   // a file that is written: a signal removes it
 
 static void terminal_undo(void) {   // by write, and not into a terminal that nobody reads
     struct pollfd to = {dimmed ? STDOUT_FILENO : screen, POLLOUT, 0};
@@ -8608,6 +8603,7 @@ static void on_signal(int sig) {
     else if (sig == SIGCONT) edited = 0;
     else if (sig != SIGWINCH) {
         terminal_undo();
+        if (sig != SIGTSTP) unlink(unfinished);
         sigaction(sig, &(struct sigaction){.sa_handler = SIG_DFL}, &caught);
         raise(sig);
         sigaction(sig, &caught, NULL);   // it was SIGTSTP, and llm goes on
@@ -8643,8 +8639,8 @@ typedef struct {
 } Option;
 
 // To add an option: a field in Cli or Options, a row of the kind that the field's type has, the
-// default in main, in check_options what it does not go with; a mode has its place there and in
-// run. --help has all the lines that test.c allows: two options share one, or the limit changes.
+// default in main, in check_options what it does not go with; a mode has its place in parse_options
+// and in run. --help has at most 45 lines, as test.c checks.
 #define AT(field) offsetof(Cli, field)
 #define PICK(field) offsetof(Cli, o.sampling.field)
 static const Option OPTIONS[] = {
@@ -8684,24 +8680,16 @@ static const Option OPTIONS[] = {
     {"-v", SWITCH, AT(verbose), 0, 0, NULL},
     {"-h", SWITCH, AT(help), 0, 0, NULL},
     {"--version", SWITCH, AT(version), 0, 0, NULL},
-    {"--help", SWITCH, AT(help), 0, 0, "this page; so is -h; --version prints llm 1.0"},
+    {"--help", SWITCH, AT(help), 0, 0, "this page, also -h; -v: families, too; --version: llm 1.0"},
 };
 
-static void print_usage(void) {
-    printf("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT");
+static void print_usage(bool families) {
+    printf("usage: llm MODEL.gguf [PROMPT] [options]   completes PROMPT\n");
     for (const Option *o = OPTIONS; o < OPTIONS + COUNT(OPTIONS); o++)
-        if (o->help) printf("\n  %-22s %s", o->usage, o->help);
-    int column = printf("\nfamilies (* verified):");
-    for (size_t i = 0; i < COUNT(ARCHS); i++) {
-        if (ARCHS[i].n_layer) continue;   // another row has the same name
-        for (const char *name = ARCHS[i].names; *name; name += strspn(name, " ")) {
-            int n = strcspn(name, " ");
-            if (column + n > 99) column = printf("\n") - 1;
-            column += printf(" %.*s", n, name);
-            name += n;
-        }
-    }
-    putchar('\n');
+        if (o->help) printf("  %-22s %s\n", o->usage, o->help);
+    if (families) printf("families of models (* verified):\n");
+    for (const Arch *a = ARCHS; families && a < ARCHS + COUNT(ARCHS); a++)
+        if (!a->n_layer) printf("  %s\n", a->names);   // else another row has the same name
 }
 
 // Stores a value: a text, a number, or numbers with commas; in a LIST blanks part them, too, as
@@ -8776,17 +8764,10 @@ static bool read_option(Cli *cli, char **argv, int *i) {
 
 static bool uses_template(const Cli *cli) { return cli->chat || cli->answer_once || cli->render; }
 
-// Do the options go together? texts: how many prompts and lists of ids they give
-static bool check_options(Cli *cli, int texts) {
+// Do the options go together? They give so many prompts and lists of ids, and modes.
+static bool check_options(Cli *cli, int texts, int modes) {
     bool measures = cli->bench.id || cli->info;   // these need no prompt
-    bool chats = cli->chat || cli->answer_once;   // which may also be rendered, or tokenized
-    const bool modes[] = {cli->chat, cli->answer_once, cli->render && !chats,
-                          cli->tokenize && !chats, cli->logits, cli->embed, cli->ppl,
-                          cli->bench.id, cli->info};
-    int n_modes = 0;
-    for (size_t i = 0; i < COUNT(modes); i++)
-        if (modes[i]) n_modes++;
-    if (n_modes > 1)
+    if (modes > 1)
         return fail(&cli->e, "two modes: give one of -i, --chat, --render, --tokenize, --logits, "
                     "--embed, --ppl, --bench and --info");
     if (measures && texts)
@@ -8815,23 +8796,26 @@ static bool parse_options(Cli *cli, int argc, char **argv) {
         else if (option && !strcmp(argv[i], "--")) ended = true;
         else if (option && !read_option(cli, argv, &i)) return false;
     }
-    if (cli->help || cli->version) return true;
     if (!cli->model) cli->model = *word++;   // else -m gave it
     const char *file = cli->prompt || word[0] ? NULL : cli->file;   // behind PROMPT it is a part
-    const void *source[] = {cli->prompt, word[0], word[1], file, cli->ids.id, cli->ppl};
-    int prompts = 0;
+    const bool source[] = {cli->prompt, word[0], word[1], file, cli->ids.id, cli->ppl};
+    bool chats = cli->chat || cli->answer_once;   // which may also be rendered, or tokenized
+    const bool mode[] = {cli->chat, cli->answer_once, cli->render && !chats,
+                         cli->tokenize && !chats, cli->logits, cli->embed, cli->ppl,
+                         cli->bench.id, cli->info};
+    int prompts = 0, modes = 0;
     for (size_t i = 0; i < COUNT(source); i++)
         if (source[i]) prompts++;
+    for (size_t i = 0; i < COUNT(mode); i++)
+        if (mode[i]) modes++;
     if (word[0]) cli->prompt = word[0];
     cli->o.gpu_block = cli->gpu && !strcmp(cli->gpu, "block");
     bool number = cli->gpu && !cli->gpu[strspn(cli->gpu, "0123456789")];
     if (number) cli->o.gpu_layers = atoi(cli->gpu);
     if (cli->render && !prompts) cli->file = "-";
-    bool other = uses_template(cli) || cli->tokenize || cli->embed || cli->logits ||
-                 cli->bench.id || cli->info;
-    if (!prompts && !other && isatty(STDIN_FILENO)) cli->chat = cli->chat_by_default = true;
+    if (!prompts && !modes && isatty(STDIN_FILENO)) cli->chat = cli->chat_by_default = true;
     if (cli->n_predict < -1) cli->n_predict = cli->chat || cli->answer_once ? -1 : 256;
-    return check_options(cli, prompts);
+    return cli->help || cli->version || check_options(cli, prompts, modes);
 }
 
 // puts s[n], which may be a part of the text itself where that has room, in place of a part
@@ -8875,57 +8859,46 @@ static bool read_file(Cli *cli, const char *path, Text *t) {
 
 static bool is_control(uint32_t c) { return c < ' ' || (c >= 127 && c < 160); }
 
-// Opens what is to be written to a path. A regular file stays as it is until output_close: a file
-// beside it is written, and then renamed. If that would change the old one's owner or part it from
-// other names that it has, the new one is copied, and so is what cannot be beside it.
-static bool output_open(Cli *cli, Output *out, const char *path) {
+// Opens what is to be written to a path: a device or a pipe itself, but a regular file stays as it
+// is until output_close puts the one that is written beside it, `unfinished`, in its place.
+static bool output_open(Cli *cli, const char *path) {
     const char *system = cli->system && *cli->system == '@' ? cli->system + 1 : NULL;
     const char *in[] = {"/dev/stdin", system, cli->template_file, cli->chat ? NULL : cli->file};
     char magic[4] = "";
     struct stat st, input;
-    *out = (Output){.f = stdout, .fresh = stat(path, &st) != 0};
+    bool fresh = stat(path, &st) != 0;   // then it is made, to see where that is, and removed
+    cli->out = stdout;
+    *unfinished = 0;
     if (!strcmp(path, "-")) return true;
-    out->f = fopen(path, out->fresh || !S_ISREG(st.st_mode) ? "ab" : "rb+");
-    if (!out->f || fstat(fileno(out->f), &st) || !S_ISREG(st.st_mode))   // a device, a pipe
-        return out->f || fail(&cli->e, "%s: %s", path, strerror(errno));
-    bool taken = fread(magic, 4, 1, out->f) && !memcmp(magic, "GGUF", 4);
+    cli->out = fopen(path, fresh || !S_ISREG(st.st_mode) ? "ab" : "rb+");
+    if (!cli->out || fstat(fileno(cli->out), &st) || !S_ISREG(st.st_mode))
+        return cli->out || fail(&cli->e, "%s: %s", path, strerror(errno));
+    bool taken = fread(magic, 4, 1, cli->out) && !memcmp(magic, "GGUF", 4);
     for (size_t i = 0; i < COUNT(in); i++)   // a chat that -f began may be saved there
         if (in[i] && !stat(in[i], &input) && input.st_dev == st.st_dev)
             taken = taken || input.st_ino == st.st_ino;
-    out->old = out->f;
-    if (taken) {
-        fclose(out->old);
+    fclose(cli->out);
+    if (taken)
         return fail(&cli->e, "%s: this is a model, or is read now: it is not overwritten", path);
-    }
-    if (realpath(path, out->path))
-        snprintf(out->part, sizeof out->part, "%s.llm.%d", out->path, (int)getpid());
-    out->f = fopen(out->part, "wbx+");
-    if (!out->f) out->f = tmpfile();
-    if (!out->f) return fail(&cli->e, "%s: %s", path, strerror(errno));
-    out->moves = st.st_nlink == 1 && !fchown(fileno(out->f), st.st_uid, st.st_gid) &&
-                 !fchmod(fileno(out->f), st.st_mode);
+    if (realpath(path, cli->place))
+        snprintf(unfinished, sizeof unfinished, "%s.llm.%d", cli->place, (int)getpid());
+    if (fresh) remove(cli->place);
+    cli->out = fopen(unfinished, "wbx");
+    if (!cli->out) return fail(&cli->e, "%s: %s", unfinished, strerror(errno));
+    (void)!fchown(fileno(cli->out), st.st_uid, st.st_gid);   // if llm may give it to the old owner
+    (void)!fchmod(fileno(cli->out), st.st_mode);
     return true;
 }
 
-// Puts what was written into its place; if it is not ok or cannot be written, the old file stays,
-// and of a new one nothing.
-static bool output_close(Cli *cli, Output *out, const char *path, bool ok) {
-    FILE *f = out->f, *old = out->old;
-    char bytes[1 << 16];
+// Puts the whole file in its place. If it is not ok or cannot be written, an old one stays there.
+static bool output_close(Cli *cli, const char *path, bool ok) {
+    FILE *f = cli->out;
     if (f == stdout) return ok;   // main looks for errors
-    bool done = ok && !fflush(f) && !ferror(f) && (!old || !fsync(fileno(f)));
-    if (done && old && !(out->moves && !rename(out->part, out->path))) {
-        rewind(f);
-        rewind(old);
-        for (size_t n; (n = fread(bytes, 1, sizeof bytes, f)) > 0;) fwrite(bytes, 1, n, old);
-        done = !ferror(f) && !fflush(old) && !ferror(old) && !ftruncate(fileno(old), ftello(old));
-    }
+    bool done = ok && !fflush(f) && !ferror(f);
+    if (*unfinished) done = done && !fsync(fileno(f)) && !rename(unfinished, cli->place);
     if (ok && !done) fail(&cli->e, "%s: %s", path, strerror(errno));
     fclose(f);
-    if (!old) return done;
-    fclose(old);
-    remove(out->part);   // unless it has another name now
-    if (!done && out->fresh) remove(out->path);
+    remove(unfinished);   // unless it has the other name now
     return done;
 }
 
@@ -8951,6 +8924,8 @@ static const struct { const char *open, *close; } THOUGHTS[] = {
     {"<think>", "</think>"}, {"[THINK]", "[/THINK]"}, {"<seed:think>", "</seed:think>"},
     {"<|channel>thought", "<channel|>"}, {"<|channel|>analysis<|message|>", "<|end|>"},
 };
+static const char MARKS[] = "<think> </think> [THINK] [/THINK] <seed:think> </seed:think> "
+                            "<|channel> <channel|>";   // shown where thoughts cannot be dimmed
 static const char FINAL[] = "<|channel|>final<|message|>";   // gpt-oss: here its answer begins
 
 static void chat_clear(Cli *cli, size_t from) {   // forgets the messages from there on
@@ -9019,18 +8994,17 @@ static bool chat_read(Cli *cli) {
 
 // Writes the conversation as chat_read reads it.
 static bool chat_save(Cli *cli, const char *path) {
-    Output out;
-    if (!output_open(cli, &out, path)) return false;
+    if (!output_open(cli, path)) return false;
     for (const ChatMessage *m = cli->message; m < cli->message + cli->n_message; m++) {
-        fprintf(out.f, "@%.*s\n", STR_ARG(m->role));
+        fprintf(cli->out, "@%.*s\n", STR_ARG(m->role));
         for (Str rest = m->content; rest.s;) {
             Str line = cut_line(&rest);
-            if (names_role(line)) putc('\\', out.f);
-            fwrite(line.s, 1, line.n, out.f);
-            putc('\n', out.f);
+            if (names_role(line)) putc('\\', cli->out);
+            fwrite(line.s, 1, line.n, cli->out);
+            putc('\n', cli->out);
         }
     }
-    return output_close(cli, &out, path, true);
+    return output_close(cli, path, true);
 }
 
 static bool chat_render(Cli *cli, const ChatMessage *m, size_t n, int think, Rendered *r) {
@@ -9168,9 +9142,8 @@ static size_t reach(Cli *cli, bool back, int place) {
     const Text *said = typed(cli);
     size_t at = cli->line.at, end = back ? cli->line.from : said->n;
     for (bool there = at == end; !there && (at += back ? -1 : 1) != end;) {
-        char before = said->s[at - 1], behind = said->s[at];
-        char passed = back ? behind : before;
-        char next = back ? before : behind;
+        char passed = said->s[back ? at : at - 1];
+        char next = said->s[back ? at - 1 : at];
         if (place == CHARACTER) there = (said->s[at] & 0xC0) != 0x80;
         if (place == WORD) there = in_name(passed) && !in_name(next);
         if (place == BLANKS) there = !isspace((uint8_t)passed) && isspace((uint8_t)next);
@@ -9186,21 +9159,20 @@ static int cells(uint32_t c) {
     return narrow ? 1 : 2;
 }
 
-// Shows the message from byte `from` to byte `to`, as far as it is on the page, and returns the row
+// Adds to cli->shown the message up to byte `to`, as far as it is on the page, and returns the row
 // of `to`. "> " begins a line, a blank stands for a control character. A row ends where the next
 // character may not fit: so no terminal wraps it. Only a resized one has folded it meanwhile.
-static int show_text(Cli *cli, size_t from, size_t to) {
+static int show_text(Cli *cli, size_t to) {
     const Text *said = typed(cli);
     const Line *line = &cli->line;
-    Text *shown = &cli->shown;   // all at once: nothing flickers
+    Text *shown = &cli->shown;
     int row = 0, column = 2;
-    shown->n = 0;
     for (size_t i = line->from, used; i < said->n; i += used) {
         uint32_t c = utf8_decode(said->s + i, said->n - i, &used);
         bool wraps = column + cells(c) > line->width, begins = wraps || (c == '\n' && i < to);
         if (begins) row += 1 + (column - 1) / line->fold;
         if (begins) column = wraps ? 0 : 2;
-        bool visible = i >= from && row >= line->top && row - line->top < line->height;
+        bool visible = row >= line->top && row - line->top < line->height;
         if (visible && begins && row > line->top) text_add(cli, shown, "\n", 1);
         if (i >= to) break;
         if (visible && c == '\n') text_add(cli, shown, "> ", 2);
@@ -9208,55 +9180,46 @@ static int show_text(Cli *cli, size_t from, size_t to) {
         else if (visible) text_add(cli, shown, said->s + i, used);
         column += cells(c);
     }
-    if (shown->n) dprintf(screen, "%.*s", (int)shown->n, shown->s);
     return row + (column - 1) / line->fold;
 }
 
-static void show_home(const Cli *cli, int up) {   // takes the cursor to where the page begins
-    for (; up > 0; up--) dprintf(screen, "\033[A");
-    dprintf(screen, cli->line.top ? "\r" : "\r> ");
+// Takes the cursor to where the page begins, `up` rows above, and may clear the screen behind that.
+static void show_home(Cli *cli, int up, bool clear) {
+    for (; up > 0; up--) text_add(cli, &cli->shown, "\033[A", 3);
+    text_add(cli, &cli->shown, "\r\033[J", clear ? 4 : 1);
+    text_add(cli, &cli->shown, "> ", cli->line.top ? 0 : 2);
 }
 
-// Brings the screen up to date: shows what was added at the end, or else the page with the cursor
-// anew. Then the text before the cursor, shown once more, takes the cursor to its place, however
-// wide that text is. A dumb terminal has pages of one row. At the end all of the message is shown.
+// Shows the page with the cursor anew. Then the text before the cursor, shown once more, takes the
+// cursor to its place, however wide that text is. A dumb terminal has pages of one row. At the end
+// all of the message is shown.
 static void show_line(Cli *cli) {
     Line *line = &cli->line;
     size_t n = typed(cli)->n;
     struct winsize size;
-    if (!line->shown) return;
+    if (!line->shown || (line->row == NONE && n == line->from)) return;
     if (ioctl(screen, TIOCGWINSZ, &size) || size.ws_col < 8 || size.ws_row < 2)
         size = (struct winsize){.ws_row = 24, .ws_col = 80};
-    int width = size.ws_col - cli->dumb;
-    line->fold = width;
+    line->fold = size.ws_col - cli->dumb;
     line->height = cli->dumb ? 1 : size.ws_row - 1;
-    if (line->done && show_text(cli, n, n) > 0) line->fold = line->height = INT_MAX;   // all of it
-    if (line->seen > line->from && line->width != line->fold) {
-        line->row = show_text(cli, n, line->at) - line->top;
-        line->anew = true;
-    }
+    if (line->done) line->fold = line->height = INT_MAX;
+    if (line->row != NONE && line->width != line->fold)
+        line->row = show_text(cli, line->at) - line->top;
     line->width = line->fold;
-    int row = show_text(cli, n, line->at), top = fmax(row - line->height + 1, 0);
-    if (line->anew || top != line->top) {
-        line->top = top;
-        if (cli->dumb) dprintf(screen, "\r%*s", width, "");
-        show_home(cli, line->row);
-        if (!cli->dumb) dprintf(screen, line->top ? "\033[J" : "\033[J\r> ");
-        int last = show_text(cli, line->from, n);
-        if (line->at < n) {
-            show_home(cli, smaller(last - top, line->height - 1));
-            show_text(cli, line->from, line->at);
-        }
-    } else show_text(cli, line->seen, n);
-    line->row = row - top;
-    line->seen = n;
-    line->anew = false;
-}
-
-static void show_end(Cli *cli) {   // takes the cursor behind the message
-    if (cli->line.at < typed(cli)->n) cli->line.anew = true;
-    cli->line.at = typed(cli)->n;
-    show_line(cli);
+    int row = show_text(cli, line->at);
+    line->top = fmax(row - line->height + 1, 0);
+    cli->shown.n = 0;
+    if (line->row != NONE || line->top) {   // else the text goes behind the prompt
+        if (cli->dumb) dprintf(screen, "\r%*s", size.ws_col - 1, "");
+        show_home(cli, line->row, !cli->dumb);
+    }
+    int last = show_text(cli, n) - line->top;
+    if (line->at < n) {
+        show_home(cli, smaller(last, line->height - 1), false);
+        show_text(cli, line->at);
+    }
+    line->row = row - line->top;
+    dprintf(screen, "%.*s", (int)cli->shown.n, cli->shown.s);   // all at once: nothing flickers
 }
 
 // Asks for a message in a row of its own. From now on a terminal marks pastes.
@@ -9264,9 +9227,8 @@ static void show_prompt(Cli *cli) {
     Line *line = &cli->line;
     screen = isatty(STDOUT_FILENO) ? STDOUT_FILENO : STDIN_FILENO;
     if (isatty(STDERR_FILENO)) screen = STDERR_FILENO;
-    line->row = line->top = 0;
-    line->seen = line->from;
-    line->anew = line->at < typed(cli)->n;
+    line->top = 0;
+    line->row = NONE;
     line->shown = line->edits && own_mode.c_lflag & ECHO;   // Emacs shows what it sends
     marked = line->shown && !cli->dumb;
     dprintf(screen, marked ? "> \033[?2004h" : "> ");
@@ -9274,9 +9236,7 @@ static void show_prompt(Cli *cli) {
 
 // Puts s [n] in place of a part of the message, and the cursor behind it.
 static bool edit(Cli *cli, size_t from, size_t to, const char *s, size_t n) {
-    Line *line = &cli->line;
-    if (from < typed(cli)->n) line->anew = true;
-    line->at = from + n;
+    cli->line.at = from + n;
     return text_replace(cli, typed(cli), from, to, s, n);
 }
 
@@ -9294,7 +9254,6 @@ static bool typed_key(Cli *cli, int key) {
     bool back = is(keys, EDITS[k].back);
     size_t at = line->at, to = reach(cli, back, EDITS[k].place), entry = line->entry;
     int does = EDITS[k].does;
-    if (does != SUSPEND) line->anew = true;
     if (does == GO) line->at = to;
     if (does == ERASE) return edit(cli, smaller(at, to), larger(at, to), "", 0);
     if (does == NEWLINE) return edit(cli, at, at, "\n", 1);
@@ -9305,12 +9264,11 @@ static bool typed_key(Cli *cli, int key) {
         line->from = 0;
         line->at = typed(cli)->n;
     }
-    if (does == CLEAR) line->row = 0;
-    if (does == CLEAR && !cli->dumb) dprintf(screen, "\033[H\033[2J");
+    if (does == CLEAR && !cli->dumb) line->row = 1000;   // which no screen has: up to its top
     if (does == PASTED) line->pasted = !back;
     if (does == SUSPEND) {
-        show_end(cli);
-        terminal_undo();
+        line->at = typed(cli)->n;
+        show_line(cli);
         kill(0, SIGTSTP);
     }
     return true;
@@ -9330,10 +9288,10 @@ static bool typed_enter(Cli *cli, int key) {
     if (goes_on) from--;
     line->done = !goes_on && line->next <= 0 && !line->pasted;
     if (!line->done && !edit(cli, from, line->at, "\n", 1)) return false;
-    if (line->edits) return true;
+    if (line->edits || !goes_on) return true;
     line->from = said->n;
-    if (goes_on) line->edits = edit_begins(false);
-    if (line->terminal && goes_on) show_prompt(cli);
+    line->edits = edit_begins(false);
+    if (line->terminal) show_prompt(cli);
     return true;
 }
 
@@ -9361,16 +9319,17 @@ static bool chat_listen(Cli *cli) {
         }
         bool control = edits && key >= 0 && key != '\t' && (key < ' ' || key == DELETE);
         line->next = NONE;
-        bool bye = edits && key == CTRL_D && !half && !line->pasted;
         if (edits && key == CTRL_C) interrupted += STOP;
-        leaves = bye || key == EOF || interrupted >= STOP + half;
+        if (edits && key == CTRL_D && !half && !line->pasted) key = EOF;
+        leaves = key == EOF || interrupted >= STOP + half;
         if (leaves || interrupted) line->done = true;
         else if (key == '\n' || (edits && key == '\r')) ok = typed_enter(cli, key);
         else if (control) ok = typed_key(cli, key);
         else if (key != NONE) ok = edit(cli, line->at, line->at, &(char){key}, 1);
     }
     if (ok && !line->edits && !strncmp(last->s, "\xEF\xBB\xBF", 3)) edit(cli, 0, 3, "", 0);
-    show_end(cli);
+    line->at = typed(cli)->n;
+    show_line(cli);
     if (line->terminal && (line->shown || leaves || interrupted)) dprintf(screen, "\n");
     if (!interrupted) ok = ok && text_add(cli, said, typed(cli)->s, typed(cli)->n);
     while (line->edits && text_ends(said, "\n")) said->s[--said->n] = 0;   // a paste's last one
@@ -9458,14 +9417,14 @@ static bool print_token(void *ctx, int32_t id) {
     Str s = {cli->work, 0}, name = NOTHING;
     if (t->kind) s.n = detokenize(t, &cli->detokenizer, id, cli->work);
     if (token_is(t, id, SPECIAL_TYPES)) name = token_at(t, id).text;
-    bool ok = true, control = token_is(t, id, 1 << TOKEN_CONTROL), shown = !control;
+    bool ok = true, chats = cli->n_message, control = token_is(t, id, 1 << TOKEN_CONTROL);
     if (control) s = name;
     if (is(name, "<|start|> <|channel|> <|channel>")) cli->header = true;
-    // control tokens are hidden, but a chat that cannot dim thoughts shows those around thoughts
-    if (cli->n_message && cli->dims) shown = !control && !cli->header && !is(name, "<|end|>");
-    else if (cli->n_message && control)
-        shown = is(name, "<think> </think> [THINK] [/THINK] <|channel> <channel|> "
-                         "<seed:think> </seed:think>");
+    // Control tokens are hidden, and names of channels where thoughts are dimmed. Where they are not,
+    // their marks are shown.
+    bool shown = !control;
+    if (chats && cli->dims && (cli->header || is(name, "<|end|>"))) shown = false;
+    if (chats && !cli->dims && is(name, MARKS)) shown = true;
     for (size_t used; ok && s.n > 0; s = str_from(s, used)) {
         uint32_t c = utf8_decode(s.s, s.n, &used);
         bool thinks = cli->thinking, acts = is_control(c) && c != '\n' && c != '\t';
@@ -9477,7 +9436,7 @@ static bool print_token(void *ctx, int32_t id) {
         }
         if (acts && isatty(STDOUT_FILENO)) putchar(' ');
         else if (shown) fwrite(s.s, 1, used, stdout);
-        if (cli->n_message) ok = answer_add(cli, s.s, used);
+        if (chats) ok = answer_add(cli, s.s, used);
     }
     if (cli->thinking || is(name, "<|message|> <channel|>")) cli->header = false;
     fflush(stdout);
@@ -9688,14 +9647,14 @@ static bool run_chat(Cli *cli) {
 static bool write_row(void *ctx, UNUSED int i, const float *logits) {
     Cli *cli = ctx;
     size_t n = cli->m.config.n_vocab;
-    return fwrite(logits, sizeof *logits, n, cli->out.f) == n;
+    return fwrite(logits, sizeof *logits, n, cli->out) == n;
 }
 
 static bool run_logits(Cli *cli) {
-    if (!output_open(cli, &cli->out, cli->logits)) return false;
+    if (!output_open(cli, cli->logits)) return false;
     Request all = {cli->ids.id, cli->ids.n, .fn = write_row, .ctx = cli};
-    bool ok = session_run(&cli->s, all, &cli->e) || ferror(cli->out.f);
-    return output_close(cli, &cli->out, cli->logits, ok);
+    bool ok = session_run(&cli->s, all, &cli->e) || ferror(cli->out);
+    return output_close(cli, cli->logits, ok);
 }
 
 typedef struct { const int32_t *ids; int n_vocab, count; double nll, squares; } Score;
@@ -9823,8 +9782,7 @@ static bool run_bench(Cli *cli) {
 
 // up to `most` bytes of a string of the file, whole characters, a blank for each control character
 static void print_str(Str s, size_t most) {
-    size_t used;
-    for (size_t i = 0; i < s.n && i < most; i += used) {
+    for (size_t i = 0, used; i < s.n && i < most; i += used) {
         uint32_t c = utf8_decode(s.s + i, s.n - i, &used);
         if (utf8_valid(c, used) && !is_control(c)) printf("%.*s", (int)used, s.s + i);
         else putchar(' ');
@@ -9928,13 +9886,11 @@ static bool print_info(const Cli *cli) {
 
 // What the model's makers ask for, cut to the option's range, gives way to the user's options.
 static void sampling_defaults(Cli *cli) {
-    static const struct { size_t at; const char *name; } wishes[] = {
-        {PICK(temp), "temp"}, {PICK(top_k), "top_k"}, {PICK(top_p), "top_p"},
-        {PICK(min_p), "min_p"}, {PICK(repeat_penalty), "penalty_repeat"},
-        {PICK(repeat_last_n), "penalty_last_n"}};
+    static const struct { const char *option, *name; } wishes[] = {
+        {"--temp", "temp"}, {"--top-k", "top_k"}, {"--top-p", "top_p"}, {"--min-p", "min_p"},
+        {"--repeat-penalty", "penalty_repeat"}, {"--repeat-last-n", "penalty_last_n"}};
     for (size_t i = 0; i < COUNT(wishes); i++) {
-        const Option *o = OPTIONS;
-        while (o->at != wishes[i].at) o++;
+        const Option *o = find_option(wishes[i].option);
         char text[64];
         snprintf(text, sizeof text, "general.sampling.%s", wishes[i].name);
         Meta *v = gguf_find(cli->m.gguf, text);
@@ -9972,7 +9928,7 @@ static bool start_session(Cli *cli) {
 static bool run(Cli *cli) {
     Model *m = &cli->m;
     cli->failure = 1;
-    if (cli->help) print_usage();
+    if (cli->help) print_usage(cli->verbose);
     else if (cli->version) puts("llm 1.0");
     if (cli->help || cli->version) return true;
     bool ok = model_load(m, cli->model, !cli->tokenize && !cli->render, &cli->e);

@@ -3379,11 +3379,12 @@ static void test_cli_output(void) {   // to the letter
          "-DQUANT_WORDS -mf16c\\ -mavx2 -march=native; do $(echo $c $o) -fsyntax-only -Wpedantic "
          "-Wconversion -Wsign-conversion quant.h 2>&1; done; done | grep quant.h:.*warning", "^$"},
         {"llm --help", "^usage: llm MODEL([^\n]*\n){1,45}$"},   // no more than a screen
+        {"llm --help -v", "^usage: llm MODEL.*\nfamilies"},
     };
     for (size_t i = 0; i < COUNT(good); i++) check_llm(good[i].command, 0, good[i].pattern, "");
     for (size_t i = 0; i < COUNT(ARCHS); i++)
         EACH_WORD(s, ARCHS[i].names, " ")
-            CHECK(strstr(cli.out, text_of(" %s", s)), "--help does not list %s", s);
+            CHECK(strstr(cli.out, text_of(" %s", s)), "--help -v does not list %s", s);
 }
 
 static void test_cli_completion(void) {
@@ -3593,12 +3594,12 @@ static const struct { const char *command, *out, *err; int status; } CHATS[] = {
      "^note: [^\n]*--keep[^\n]*\nllm: [^\n]*/w: Is a directory\n$", 1},
     {"cp $C $D/m; printf 'a\n/save '$D/m | llm $D/m -i -n 0; cmp $C $D/m", "",
      "not overwritten\n$"},
-    // a pipe stays one, a long name is no trouble, and another name sees what is new
+    // a pipe stays one, a long name is no trouble, and another name keeps what was there
     {"mkfifo $D/w/p; cat $D/w/p & printf 'a\n/save '$D/w/p | llm $C -i -n 0; wait; test -p $D/w/p",
      "^\n@user\na\n@assistant\n\n$", "^prefill"},
-    {"for i in 9 255; do n=$D/w/$(printf %${i}s | tr ' ' n); : >$n; ln $n $D/w/h$i; "
-     "printf $i'\n/save '$n | llm $C -i -n 0 2>&1 >$D/o; done; cat $D/w/h*; ls $D/w | cut -c 1-2",
-     "^(pre[^\n]*\n){2}@user\n255\n@assistant\n\n@user\n9\n@assistant\n\nh2\nh9\nnn\nnn\np\n$", ""},
+    {"for i in 9 230; do n=$D/w/$(printf %${i}s | tr ' ' n); : >$n; ln $n $D/w/h$i; "
+     "printf $i'\n/save '$n | llm $C -i -n 0 2>&1 >$D/o; done; cat $D/w/[hn]*; ls $D/w | cut -c-2",
+     "^(pre[^\n]*\n){2}@user\n9\n@assistant\n\n@user\n230\n@assistant\n\nh2\nh9\nnn\nnn\np\n$", ""},
     {"(cd $D; echo old >a; chmod 640 a; ln -s a l); (ulimit -f 0; printf 'a\n/save '$D/l|"
      "llm $C -i -n 0 2>&1) | cat; cat $D/a; ls -A $D | grep '[.]llm'; "
      "printf 'b\n/save - \n/save '$D/l' \t\n' | llm $C -i -n 0; cat $D/a; ls -l $D/a; "
@@ -3726,18 +3727,18 @@ static void test_cli_terminal(void) {
          {"> ", "a\n", "\r\n> ", "/bye\n"}, "^> \033\\[2mhm"},
         {"$LLM $C -i", 20,
          {"> ", wrapped, wrapped + 18, "\25Z", "> Z", "\3", "\r\n> ", "\4"},
-         "> q{18}\r\nq{20}\033\\[A\r> \033\\[J\r> Z\r\n> \r\n$"},
+         "> q{18}\r\nq{20}\033\\[A\r\033\\[J> Z\r\033\\[J> Z\r\n> \r\n$"},
         {"TERM=dumb $LLM $C -i", 80, {"> ", "ab", "ab", "\177", "\r> a", "\3", "\r\n> ", "\4"},
-         "ab\r {79}\r> a\r\n> "},
+         "> ab(\r {79}\r> a){2}\r\n> "},
         {"$LLM $C -i --temp 0", 80, {"> ", "a\n", "\r\n> ", "\4"},
          "^> a\r\n\033\\[2mhm</think>\033\\[0myes.*\n> .*reused 0 of"},
         {"$LLM $D/control --temp 0", 80, {"", "a\n", "\r\n> ", "\4"},   // no PROMPT: a chat
          "> \033\\[2mhm\033\\[0myes.*\n> .*reused 0 of"},
         {"$LLM $C -i", 80, {"", cut, "\r\n> ", "\4"}, "> llm: the terminal cut[^\n]*\n> \r\n$"},
         {"$LLM $C -i", 80, {"", "a\\\n", "> > ", "half", "half", "\3", "\r\n> ", "\4"},
-         "> > half\r\n> \r\n$"},
+         "> > half\r\033\\[J> half\r\n> \r\n$"},
         {"setsid -cw sh -mc '$LLM $C -i; stty -a; fg; stty -a; fg'", 80,
-         {"> ", "half", "half", "\32", "> half", "\25\32", "\r\n> ", "\4"},
+         {"> ", "half", "half", "\32", "\n> half", "\25\32", "\r\n> ", "\4"},
          " icanon.* echo .*> half.* icanon.* echo .*\n> \r\n$"},
         {"$LLM $C a -n 1", 80, {NULL}, "note: --chat answers"},
         {"$LLM $D/acts --chat a --temp 0", 80, {NULL}, "^hm  yes\r\nprefill"},
