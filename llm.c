@@ -9420,8 +9420,8 @@ static bool print_token(void *ctx, int32_t id) {
     bool ok = true, chats = cli->n_message, control = token_is(t, id, 1 << TOKEN_CONTROL);
     if (control) s = name;
     if (is(name, "<|start|> <|channel|> <|channel>")) cli->header = true;
-    // Control tokens are hidden, and names of channels where thoughts are dimmed. Where they are not,
-    // their marks are shown.
+    // Control tokens are hidden, and names of channels where thoughts are dimmed. Where thoughts
+    // cannot be dimmed, their marks are shown.
     bool shown = !control;
     if (chats && cli->dims && (cli->header || is(name, "<|end|>"))) shown = false;
     if (chats && !cli->dims && is(name, MARKS)) shown = true;
