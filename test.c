@@ -274,8 +274,6 @@ static void write_file(const char *path, const void *data, size_t n) {
     REQUIRE(f && fwrite(data, 1, n, f) == n && !fclose(f), "%s: cannot be written", path);
 }
 
-typedef struct { Matrix m; float *f; } RandomMatrix;   // f: the weights as floats
-
 // ---- a writer of GGUF files ----
 
 typedef struct { uint8_t *p; size_t n, cap; } Bytes;
@@ -879,54 +877,56 @@ static void test_halves(void) {
 
 // ---- matmul ----
 
-// a block of random bytes, drawn until its weights f are of ordinary size
-static void random_block(int type, uint8_t *bytes, float *f) {
+// Are the weights of a block of ordinary size? A single one may be small.
+static bool block_ordinary(int type, const uint8_t *bytes) {
     int block = format_block(type);
-    float top = 0, x = noise();
+    float f[256], top = block == 1 ? 1 : 0;
+    quant_dequantize(type, bytes, f, block);
+    for (int i = 0; i < block; i++) top = fabsf(f[i]) <= top ? top : fabsf(f[i]);
+    return top > 1e-3f && top < 8;
+}
+
+static void random_block(int type, uint8_t *bytes) {   // drawn until it is ordinary
+    float x = noise();
     uint16_t half = quant_f32_to_f16(x);
-    while (!(top > 1e-3f && top < 8)) {
-        for (size_t i = 0; i < quant_row_bytes(type, block); i++) bytes[i] = random_bits();
+    do {
+        for (size_t i = 0; i < quant_row_bytes(type, format_block(type)); i++)
+            bytes[i] = random_bits();
         if (type == QUANT_F32) memcpy(bytes, &x, 4);
         if (type == QUANT_F16) memcpy(bytes, &half, 2);
         if (type == QUANT_BF16) memcpy(bytes, (char *)&x + 2, 2);   // little endian: the upper half
-        quant_dequantize(type, bytes, f, block);
-        top = block == 1 ? 1 : 0;
-        for (int i = 0; i < block; i++) top = fabsf(f[i]) <= top ? top : fabsf(f[i]);
-    }
+    } while (!block_ordinary(type, bytes));
 }
 
 // a matrix at data, of 64 different blocks of random bytes
-static RandomMatrix random_matrix(uint8_t *data, int type, int rows, int cols) {
+static Matrix random_matrix(uint8_t *data, int type, int64_t rows, int64_t cols) {
     enum { DIFFERENT = 64 };
-    int block = format_block(type);
-    size_t bytes = quant_row_bytes(type, block), n = (size_t)rows * cols / block;
+    size_t block = format_block(type), bytes = quant_row_bytes(type, block);
     uint8_t *pool = need(DIFFERENT * bytes);
-    float *pool_f = need(DIFFERENT * block * sizeof(float)), *f = need(n * block * sizeof *f);
-    for (int i = 0; i < DIFFERENT; i++) random_block(type, pool + i * bytes, pool_f + i * block);
-    for (size_t i = 0; i < n; i++) {
-        int k = random_bits() % DIFFERENT;
-        memcpy(data + i * bytes, pool + k * bytes, bytes);
-        memcpy(f + i * block, pool_f + k * block, block * sizeof *f);
-    }
-    return (RandomMatrix){{.data = data, .type = type, .rows = rows, .cols = cols}, f};
+    for (int i = 0; i < DIFFERENT; i++) random_block(type, pool + i * bytes);
+    for (size_t i = 0; i < rows * cols / block; i++)
+        memcpy(data + i * bytes, pool + random_bits() % DIFFERENT * bytes, bytes);
+    return (Matrix){.data = data, .type = type, .rows = rows, .cols = cols};
+}
+
+static float *floats_of(const Matrix *w) {
+    size_t n = w->rows * w->cols;
+    float *f = need(n * sizeof *f);
+    quant_dequantize(w->type, w->data, f, n);
+    return f;
 }
 
 // makes all blocks of a matrix one block whose bytes are `byte` where they can be: codes at limits
-static void extreme_codes(RandomMatrix *w, uint8_t byte) {
-    size_t block = format_block(w->m.type), bytes = quant_row_bytes(w->m.type, block);
-    uint8_t *data = (uint8_t *)w->m.data;
-    random_block(w->m.type, data, w->f);
+static void extreme_codes(const Matrix *w, uint8_t byte) {
+    size_t block = format_block(w->type), bytes = quant_row_bytes(w->type, block);
+    uint8_t *data = (uint8_t *)w->data;
+    random_block(w->type, data);
     for (size_t i = 0; i < bytes; i++) {
         uint8_t was = data[i];
-        float top = 0;
         data[i] = byte;
-        quant_dequantize(w->m.type, data, w->f, block);
-        for (size_t j = 0; j < block; j++) top = fabsf(w->f[j]) <= top ? top : fabsf(w->f[j]);
-        if (!(top > 1e-3f && top < 8)) data[i] = was;
+        if (!block_ordinary(w->type, data)) data[i] = was;
     }
-    size_t all = w->m.rows * w->m.cols;
-    for (size_t i = 1; i < all / block; i++) memcpy(data + i * bytes, data, bytes);
-    quant_dequantize(w->m.type, data, w->f, all);
+    for (size_t i = 1; i < w->rows * w->cols / block; i++) memcpy(data + i * bytes, data, bytes);
 }
 
 static void *aligned(size_t n) { return (void *)(((uintptr_t)need(n + 64) + 63) & ~(uintptr_t)63); }
@@ -948,30 +948,30 @@ static void check_matmul(int type, int64_t rows, int64_t cols, int n, int exact,
     static const int threads[] = {1, 2, 3, 8};
     float *x = noise_array(n * cols, 1), *out[2], *first[2], *want[2], scale = 0.75f;
     double power[2];
-    RandomMatrix w[2];
+    Matrix w[2];
     for (int64_t i = 0; i < n * cols && exact; i++)
         x[i] = i % 32 && exact < 2 ? rintf(x[i] * 127) / 64 : 127.0f / 64;
     for (int k = 0; k < 2; k++) {
         int r = k ? 1 + rows / 2 : rows;
         w[k] = random_matrix(need(quant_row_bytes(type, r * cols)), type, r, cols);
         if (exact > 1) extreme_codes(&w[k], exact > 2 ? 0 : 0xff);
-        if (k == 0) w[k].m.bias = noise_array(rows, 1);
-        if (k == 0) w[k].m.scale = &scale;
+        if (k == 0) w[k].bias = noise_array(rows, 1);
+        if (k == 0) w[k].scale = &scale;
         out[k] = need(n * r * sizeof(float));
         first[k] = need(n * r * sizeof(float));
         want[k] = need(n * r * sizeof(float));
-        plain_matmul(&(Matmul){&w[k].m, x, want[k], n}, need(cols * sizeof(float)));
-        power[k] = squares(w[k].f, r * cols) * squares(x, n * cols);   // of each row with each
+        plain_matmul(&(Matmul){&w[k], x, want[k], n}, need(cols * sizeof(float)));
+        power[k] = squares(floats_of(&w[k]), r * cols) * squares(x, n * cols);   // of all rows
     }
     for (int t = 0; t < 4; t += 1 + !!test.quick) {
-        Matmul jobs[2] = {{&w[0].m, x, out[0], n}, {&w[1].m, x, out[1], n}};
+        Matmul jobs[2] = {{&w[0], x, out[0], n}, {&w[1], x, out[1], n}};
         Pool *pool = pool_open(threads[t]);
         REQUIRE(pool, "%d threads", threads[t]);
-        for (int k = 0; k < 2; k++) memset(out[k], 0xff, n * w[k].m.rows * sizeof(float));
+        for (int k = 0; k < 2; k++) memset(out[k], 0xff, n * w[k].rows * sizeof(float));
         CHECK(!RUN_COUNTED(matmul, pool, jobs, 2), "matmul counts more than it takes");
         pool_close(pool);
         for (int k = 0; k < 2; k++) {
-            size_t all = n * w[k].m.rows;
+            size_t all = n * w[k].rows;
             double error = 0;
             if (t == 0) memcpy(first[k], out[k], all * sizeof(float));
             bool same = !memcmp(first[k], out[k], all * sizeof(float));
@@ -1005,10 +1005,10 @@ static void test_matmul(void) {
             check_matmul(type, 19, 256, i / 2 ? 33 : 1, 2 + i % 2, 256 * MATMUL_EXACT);
         float x[512], y[2];   // NaN in, NaN out, and nothing that overflows
         for (int i = 0; i < 512; i++) x[i] = NAN;
-        RandomMatrix w = random_matrix(need(quant_row_bytes(type, 256)), type, 1, 256);
+        Matrix w = random_matrix(need(quant_row_bytes(type, 256)), type, 1, 256);
         Pool *pool = pool_open(1);
         for (int n = 1; n <= 2; n++)
-            CHECK(!RUN_COUNTED(matmul, pool, &((Matmul){&w.m, x, y, n}), 1), "bytes of %d", n);
+            CHECK(!RUN_COUNTED(matmul, pool, &((Matmul){&w, x, y, n}), 1), "bytes of %d", n);
         pool_close(pool);
         CHECK(isnan(y[0]) && isnan(y[1]), "type %d: NaN becomes %g, %g", type, y[0], y[1]);
     }
@@ -5037,21 +5037,21 @@ static const char *unmute(int stream, int old) {
     return read_all(scratch("said"), NULL);
 }
 
-// w x for n tokens, of the weights as floats, summed as doubles
-static float *product_of(const RandomMatrix *w, const float *x, int n) {
-    const Matrix *m = &w->m;
-    float *out = need(n * m->rows * sizeof *out);
-    for (int i = 0; i < n * m->rows; i++) {
-        const float *row = w->f + i % m->rows * m->cols, *in = x + i / m->rows * m->cols;
-        double sum = 0;
-        for (int j = 0; j < m->cols; j++) sum += (double)row[j] * in[j];
-        out[i] = sum * (m->scale ? *m->scale : 1) + (m->bias ? m->bias[i % m->rows] : 0);
-    }
-    return out;
-}
-
 static void round_floats(float *x, size_t n) {   // to halves, as a tile of gemm has them
     for (size_t i = 0; i < n; i++) x[i] = (float)(_Float16)x[i];
+}
+
+// w x for n tokens, summed as doubles; halves: of weights as a tile has them
+static float *product_of(const Matrix *w, const float *x, int n, bool halves) {
+    float *out = need(n * w->rows * sizeof *out), *f = floats_of(w);
+    if (halves) round_floats(f, w->rows * w->cols);
+    for (int i = 0; i < n * w->rows; i++) {
+        const float *row = f + i % w->rows * w->cols, *in = x + i / w->rows * w->cols;
+        double sum = 0;
+        for (int j = 0; j < w->cols; j++) sum += (double)row[j] * in[j];
+        out[i] = sum * (w->scale ? *w->scale : 1) + (w->bias ? w->bias[i % w->rows] : 0);
+    }
+    return out;
 }
 
 // Each test fills its own Model and Layer, and calls the function of metal.c that a model would.
@@ -5201,7 +5201,7 @@ static int other_format(int type) {   // for the same columns
 }
 
 // It starts a few bytes behind an aligned address, as tensors do.
-static RandomMatrix lab_matrix(Gpu *g, int type, int rows, int cols) {
+static Matrix lab_matrix(Gpu *g, int type, int rows, int cols) {
     int block = quant_row_bytes(type, format_block(type));
     int skew = format_block(type) == 1 || block % 16 == 0 ? 0 : block % 4 ? 6 : 4;
     size_t bytes = quant_row_bytes(type, (size_t)rows * cols);
@@ -5212,15 +5212,15 @@ static void kernel_embed(Gpu *g, int type) {
     enum { V = 7, N = 3, POS = 2 };
     Lab x = lab(g);
     int cols = format_cols(type, true);
-    RandomMatrix w = lab_matrix(g, type, V, cols), p = lab_matrix(g, other_format(type), V, cols);
-    RandomMatrix first = lab_matrix(g, type, 2, cols);
+    Matrix w = lab_matrix(g, type, V, cols), p = lab_matrix(g, other_format(type), V, cols);
+    Matrix first = lab_matrix(g, type, 2, cols);
+    const float *a = floats_of(&w), *b = floats_of(&p), *c = floats_of(&first);
     float *want = need(N * cols * sizeof *want);
     x.s = (Session){.pos = POS, .x = lab_floats(g, N * cols, 1)};
     g->ids = memcpy(lab_bytes(g, N * sizeof *g->ids), (int32_t[N]){6, 0, 3}, N * sizeof *g->ids);
     for (int i = 0; i < N * cols; i++)
-        want[i] = 3 * w.f[(size_t)g->ids[i / cols] * cols + i % cols] + p.f[POS * cols + i] +
-                  first.f[i % cols];
-    run_embed(lab_begin(&x), (const Matrix *[]){&w.m, &p.m, &first.m}, 3, x.s.x, N);
+        want[i] = 3 * a[g->ids[i / cols] * cols + i % cols] + b[POS * cols + i] + c[i % cols];
+    run_embed(lab_begin(&x), (const Matrix *[]){&w, &p, &first}, 3, x.s.x, N);
     lab_end(&x, "embed");
     lab_compare("embed", type, x.s.x, want, N * cols, 1e-6);
 }
@@ -5244,17 +5244,17 @@ static float *lab_rounded(const float *x, const Norm *norm, int n, int cols) {
 }
 
 // v[i] = factor * w[i] x, limited; or v[0] after the epilogue
-static void lab_wanted(const RandomMatrix *w, int k, const float *x, int n, bool one, int act,
-                       Epilogue e, float **v) {
-    bool add = e.kind == EPILOGUE_ADD, glu = e.kind == EPILOGUE_GLU;
+static void lab_wanted(const Matrix *const *w, int k, const float *x, int n, int act, Epilogue e,
+                       float **v) {
+    bool one = n <= FEW, add = e.kind == EPILOGUE_ADD, glu = e.kind == EPILOGUE_GLU;
     for (int i = 0; i < k; i++) {
-        v[i] = product_of(&w[i], x, n);
-        for (int j = 0; j < n * w[i].m.rows; j++) {
+        v[i] = product_of(w[i], x, n, !one);
+        for (int j = 0; j < n * w[i]->rows; j++) {
             v[i][j] *= e.factor;
             if (e.kind == EPILOGUE_STORE) v[i][j] = fmaxf(-e.limit, fminf(v[i][j], e.limit));
         }
     }
-    for (int j = 0; j < n * w[0].m.rows && e.kind != EPILOGUE_STORE; j++)
+    for (int j = 0; j < n * w[0]->rows && e.kind != EPILOGUE_STORE; j++)
         v[0][j] = add ? e.other[j] + e.softcap * tanh(v[0][j] / e.softcap)
                   : reference_activation(act, glu && !one ? e.other[j] : v[0][j],
                                          glu && one ? v[1][j] : v[0][j], glu);
@@ -5272,7 +5272,7 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     const char *name = text_of("%s of %d, tile %d", one ? "gemv" : "gemm", n, tile);
     float *normed = in;
     const Matrix *m[3];
-    RandomMatrix w[3];
+    Matrix w[3];
     Norm norm = lab_norm(g, cols, 0);
     Lab x = lab(g);
     if (type % 3 == 0) act = way == EPILOGUE_ACT ? ACT_XIELU : ACT_RELU;
@@ -5290,14 +5290,15 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     if (!one) round_floats(in, n * cols);
     for (int i = 0; i < k; i++) {   // the second is of another format
         w[i] = lab_matrix(g, i == 1 ? other_format(type) : type, rows[i], cols);
-        w[i].m.bias = i == 1 && !glu ? NULL : lab_floats(g, rows[i], wide);
-        w[i].m.scale = i == 1 ? NULL : &scale;
-        m[i] = &w[i].m;
+        w[i].bias = i == 1 && !glu ? NULL : lab_floats(g, rows[i], wide);
+        w[i].scale = i == 1 ? NULL : &scale;
+        m[i] = &w[i];
         y[i] = lab_floats(g, n * rows[i], 9);
-        if (!one) round_floats(w[i].f, rows[i] * cols);
     }
-    if (add || way == EPILOGUE_STORE)   // neither idle nor a step
-        cap = factor * sqrt(squares(product_of(&w[0], normed, n), n * rows[0]) / (n * rows[0]));
+    if (add || way == EPILOGUE_STORE) {   // neither idle nor a step
+        const float *y = product_of(&w[0], normed, n, !one);
+        cap = factor * sqrt(squares(y, n * rows[0]) / (n * rows[0]));
+    }
     lab_begin(&x);
     lab_late(in, n * cols);
     g->many = way % 2 ? 0 : LONG_LAUNCH;   // in both shapes of gemv_ring
@@ -5315,10 +5316,10 @@ static void lab_product(Gpu *g, int type, int cols, int n, int way, int tile) {
     lab_tile(name, tile, false);
     if (twice) LAB_CHECK(times_run("gemv_ring") == 2, "%s: not in two launches", name);
     const float *bytes = ring_ran(g, type, n) ? lab_rounded(input.x, input.norm, n, cols) : normed;
-    lab_wanted(w, k, bytes, n, one, act, e, v);
+    lab_wanted(m, k, bytes, n, act, e, v);
     // where a real GPU has no room for slots of wide rows, the product was gemv's after all
     if (!RECORDER && nmse(y[0], v[0], n * rows[0]) > 1e-9)
-        lab_wanted(w, k, normed, n, one, act, e, v);
+        lab_wanted(m, k, normed, n, act, e, v);
     for (int i = 0; i < (glu ? 1 : k); i++)
         lab_compare(name, type, y[i], v[i], n * rows[i], 1e-5);
 }
@@ -5344,20 +5345,20 @@ static void kernel_gemm(Gpu *g, int type) {   // 67 tokens take two tiles of 64,
 
 static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff) {
     Lab x = lab(g);
-    RandomMatrix o = lab_matrix(g, type, dim, inner), gate = lab_matrix(g, type, ff, dim);
-    RandomMatrix up = lab_matrix(g, other_format(type), ff, dim);
-    RandomMatrix down = lab_matrix(g, type, dim, ff);
     float *normed = need(dim * sizeof *normed), *h = need(ff * sizeof *h);
     x.m.config.dim = dim;
-    x.w = (Layer){.ff = ff, .o = o.m, .gate = gate.m, .up = up.m, .down = down.m,
+    x.w = (Layer){.ff = ff, .o = lab_matrix(g, type, dim, inner),
+                  .gate = lab_matrix(g, type, ff, dim), .down = lab_matrix(g, type, dim, ff),
+                  .up = lab_matrix(g, other_format(type), ff, dim),
                   .ffn_norm = lab_norm(g, dim, 0)};
     x.s = (Session){.o.gpu_block = true, .att = lab_floats(g, inner, 0.01f),
                     .x = lab_floats(g, dim, 1), .gate = lab_floats(g, ff, 1)};
-    float *sum = product_of(&o, x.s.att, 1);
+    float *sum = product_of(&x.w.o, x.s.att, 1, false);
     add_scaled(sum, x.s.x, dim, 1);
     norm(normed, sum, dim, &x.w.ffn_norm, NORM_RMS, 1e-5f);
-    activate(h, product_of(&gate, normed, 1), product_of(&up, normed, 1), ff, ACT_SILU);
-    float *want = product_of(&down, h, 1);
+    const float *gate = product_of(&x.w.gate, normed, 1, false);
+    activate(h, gate, product_of(&x.w.up, normed, 1, false), ff, ACT_SILU);
+    float *want = product_of(&x.w.down, h, 1, false);
     add_scaled(want, sum, dim, 1);
     LAB_CHECK(run_block(lab_begin(&x), &x.w, 1), "ffn_block does not take dim %d", dim);
     lab_end(&x, "ffn_block");
@@ -5501,29 +5502,28 @@ static Session lab_cpu(const Lab *x, Session s, const Layer *w) {   // runs an o
     return s;
 }
 
-// experts of gemv_ring, each product from the inputs that the GPU had for it; w: weights as floats
-static void lab_ring_experts(Lab *x, const Layer *w, const float *in, const Norm *lazy,
-                             const float *weight, const float *other, const float *y, int type) {
+// experts of gemv_ring, each product from the inputs that the GPU had for it
+static void lab_ring_experts(const Lab *x, const float *in, const Norm *lazy, const float *weight,
+                             const float *other, const float *y, int type) {
     const Session *s = &x->s;
+    const Layer *w = &x->w;
     const Epilogue GLU = {.kind = EPILOGUE_GLU, .factor = 1};
     bool weighed = x->m.config.inputs_weighed;
     int n = s->n, dim = x->m.config.dim, ff = w->ff, used = w->n_used, choices = n * used;
     for (int c = 0; c < choices + (w->shared_up.data ? n : 0); c++) {
         bool own = c < choices;
         int t = own ? c / used : c - choices, e = own ? s->chosen[c] : 0;
-        RandomMatrix m[3] = {{.m = own ? matrix_expert(&w->gate, e) : w->shared_gate},
-                             {.m = own ? matrix_expert(&w->up, e) : w->shared_up},
-                             {.m = own ? matrix_expert(&w->down, e) : w->shared_down}};
-        float *v[2];
+        Matrix gate = own ? matrix_expert(&w->gate, e) : w->shared_gate;
+        Matrix up = own ? matrix_expert(&w->up, e) : w->shared_up;
+        Matrix down = own ? matrix_expert(&w->down, e) : w->shared_down;
+        float *v[2], *rounded = lab_rounded(in + t * dim, lazy, 1, dim);
         const float *h = own ? x->g->up + c * ff : s->up + t * ff;
         const float *out = own ? x->g->gate + c * dim : s->expert_out + t * dim;
-        float *rounded = lab_rounded(in + t * dim, lazy, 1, dim);
-        float *down = lab_rounded(h, NULL, 1, ff);
-        for (int i = 0; i < 3; i++) m[i].f = (float *)m[i].m.data;
+        const float *want = product_of(&down, lab_rounded(h, NULL, 1, ff), 1, false);
         for (int i = 0; own && weighed && i < dim; i++) rounded[i] *= weight[c];
-        lab_wanted(m, 2, rounded, 1, true, x->m.config.act, GLU, v);
+        lab_wanted((const Matrix *[]){&gate, &up}, 2, rounded, 1, x->m.config.act, GLU, v);
         lab_compare("experts, up", type, h, v[0], ff, 1e-5);
-        lab_compare("experts, down", type, out, product_of(&m[2], down, 1), dim, 1e-5);
+        lab_compare("experts, down", type, out, want, dim, 1e-5);
     }
     float *want = need(n * dim * sizeof *want);
     for (int i = 0; i < n * dim; i++) {
@@ -5537,81 +5537,109 @@ static void lab_ring_experts(Lab *x, const Layer *w, const float *in, const Norm
     for (int t = 0; t < n; t++) lab_compare("a sum", type, y + t * dim, want + t * dim, dim, 1e-5);
 }
 
-// E experts, of which each of n tokens uses 3, and maybe a shared one. The CPU has their weights
-// as floats, or as gemm has them. Two experts are equal, or all: then the first are chosen.
+#define EXPERTS(w) {&w.gate, &w.up, &w.down, &w.shared_gate, &w.shared_up, &w.shared_down}
+
+// n experts, of which a token uses 3, and maybe a shared one. Two experts are equal, or all: then
+// the first are chosen.
+static Layer lab_experts_layer(Gpu *g, int type, int n) {
+    int ff = format_cols(type, false), both = 1 + type % 2;   // one tensor for gate and up
+    Matrix router = lab_matrix(g, FORMAT_F32, n + 1, ff);
+    float *scales = type % 5 ? NULL : lab_floats(g, n + 2, 2), *route = (float *)router.data;
+    memcpy(route + 4 * ff, route + 2 * ff, 4 * ff);
+    for (int e = 1; e < n && type == FORMAT_F16; e++) memcpy(route + e * ff, route, 4 * ff);
+    Layer w = {.ff = ff, .n_used = 3, .router = matrix_rows(router, 0, n),
+               .router_bias = type % 4 ? NULL : lab_floats(g, n, 0.3f)};
+    Matrix *const m[] = EXPERTS(w);
+    for (int i = 0; i < (type % 3 ? 6 : 3); i++) {
+        int format = (i < 3) == (i % 3 != 1) ? type : other_format(type);
+        int rows = i < 2 ? both * ff : ff, many = i < 3 ? n : 1;
+        if (i == 1 && both > 1) {
+            w.up = matrix_rows(w.gate, ff, ff);
+        } else {
+            *m[i] = lab_matrix(g, format, many * rows, ff);
+            if ((type % 3 == 1) == (i > 2)) m[i]->bias = lab_floats(g, many * rows, 1);
+            m[i]->step = rows * quant_row_bytes(format, ff);
+            m[i]->rows = ff;
+        }
+        if (scales && i < 3) m[i]->scale = scales + i;
+    }
+    if (type % 3 && type % 4 > 1) w.shared_router = matrix_rows(router, n, 1);
+    return w;
+}
+
+// The layer with its weights as floats, for the CPU; halves: as gemm has them.
+static Layer experts_as_floats(Layer w, int n, bool halves) {
+    Matrix *const m[] = EXPERTS(w);
+    for (int i = 0; i < (w.shared_up.data ? 6 : 3); i++) {
+        Matrix all = *m[i];   // from the first expert's rows to the last one's
+        size_t step = all.step / quant_row_bytes(all.type, all.cols);   // in rows
+        if (i < 3) all.rows += (n - 1) * step;
+        float *f = floats_of(&all);
+        if (halves) round_floats(f, all.rows * all.cols);
+        m[i]->data = (uint8_t *)f;
+        m[i]->type = QUANT_F32;
+        m[i]->step = step * all.cols * sizeof *f;
+    }
+    return w;
+}
+
+static void lab_run_experts(Lab *x, const float *in, const Norm *lazy, const float *other,
+                            float *y) {
+    Gpu *g = x->g;
+    int n = x->s.n, experts = x->m.config.n_expert, choices = n * x->w.n_used;
+    int tiles = expert_tiles(choices, experts, GEMM_FEW);
+    g->gate = lab_floats(g, choices * x->w.ff, 1);
+    g->up = lab_floats(g, choices * x->w.ff, 1);
+    g->place = lab_bytes(g, 4 * choices);
+    g->tiles = lab_bytes(g, 12 * tiles);
+    for (int i = 0; i < tiles; i++)   // left from another layer
+        memcpy(g->tiles + 3 * i, (int32_t[3]){experts - 1, 0, 1}, 12);
+    lab_late(x->s.chosen, choices);
+    run_choice(lab_begin(x), &x->w, (Input){in, lazy}, n);
+    Epilogue add = {.kind = EPILOGUE_ADD, .other = other, .factor = 0.5f};
+    run_experts_end(&x->s, &x->w, y, n, add);
+    lab_end(x, "experts");
+}
+
+// n tokens, each with its experts. The CPU has their weights as floats.
 static void lab_experts(Gpu *g, int type, int n) {
     enum { USED = 3 };
     const int E = type == FORMAT_F16 ? 40 : 7;
     Lab x = lab(g);
-    int dim = format_cols(type, false), ff = dim, both = 1 + type % 2;   // one tensor for two
-    int rows = n > USED ? n : USED;
-    bool chunk = n > FEW, shared = type % 3, weighed = type % 4 > 1;   // what is weighed
+    int dim = format_cols(type, false), choices = n * USED, rows = larger(n, USED);
+    bool chunk = n > FEW, inputs = type % 4 == 1 || type == FORMAT_F32;   // are weighed
     uint32_t seed = test.seed;
     if (chunk) test.seed = type;   // other tests' draws must not decide how near the limit it comes
-    bool inputs = type % 4 == 1 || type == FORMAT_F32;
-    RandomMatrix w[6], router = lab_matrix(g, FORMAT_F32, E + 1, dim);
-    float *scales = type % 5 ? NULL : lab_floats(g, E + 2, 2), *other = lab_floats(g, n * dim, 1);
-    float *in = lab_floats(g, n * dim, 1), *y = lab_floats(g, n * dim, 1);
+    float *other = lab_floats(g, n * dim, 1), *y = lab_floats(g, n * dim, 1);
+    float *in = lab_floats(g, n * dim, 1);
+    x.w = lab_experts_layer(g, type, E);
     if (chunk) round_floats(in, n * dim);
     else if (format_block(type) > 1)   // none is near the middle of two codes, whatever its weight
         memcpy(in, lab_rounded(in, NULL, n, dim), n * dim * sizeof *in);
     Norm weights = lab_norm(g, dim, 0);
-    Layer floats;
-#define EXPERTS(w) {&w.gate, &w.up, &w.down, &w.shared_gate, &w.shared_up, &w.shared_down}
-    Matrix *const as_stored[] = EXPERTS(x.w), *const as_floats[] = EXPERTS(floats);
-    float *route = (float *)router.m.data;
-    memcpy(route + 4 * dim, route + 2 * dim, 4 * dim);
-    for (int e = 1; e < 40 && E == 40; e++) memcpy(route + e * dim, route, 4 * dim);
+    const Norm *lazy = chunk || inputs ? NULL : &weights;
     x.m.config = (Config){.dim = dim, .eps = 1e-5f, .n_expert = E, .act = type % 4, .causal = true,
                           .gating = 1 + type % 2, .weights_normed = type % 3 > 0,
                           .weights_scale = 1.5f, .inputs_weighed = inputs};
-    x.w = floats = (Layer){.ff = ff, .n_used = USED, .router = matrix_rows(router.m, 0, E),
-                           .router_bias = type % 4 ? NULL : lab_floats(g, E, 0.3f)};
-    if (shared && weighed) x.w.shared_router = floats.shared_router = matrix_rows(router.m, E, 1);
-    for (int i = 0; i < 3 + 3 * shared; i++) {
-        int many = i < 2 ? E * both : i == 2 ? E : 1;
-        int format = (i < 3) == (i % 3 != 1) ? type : other_format(type);
-        w[i] = i == 1 && both > 1 ? w[0] : lab_matrix(g, format, many * ff, dim);
-        if ((type % 3 == 1) == (i > 2) && !w[i].m.bias) w[i].m.bias = lab_floats(g, many * ff, 1);
-        if (chunk) round_floats(w[i].f, (size_t)w[i].m.rows * dim);
-        for (int k = 0; k < 2; k++) {
-            Matrix *m = (k ? as_floats : as_stored)[i];
-            *m = w[i].m;
-            if (k) m->type = QUANT_F32, m->data = (uint8_t *)w[i].f;
-            m->step = (i < 2 ? both : 1) * ff * quant_row_bytes(m->type, dim);
-            m->scale = i < 3 && scales ? scales + i : NULL;
-            *m = matrix_rows(*m, i == 1 ? (both - 1) * ff : 0, ff);
-        }
-    }
     x.s = (Session){.n = n, .normed = memcpy(need(4 * n * dim), in, 4 * n * dim),
                     .route = lab_floats(g, n * E, 1), .gathered = lab_floats(g, rows * dim, 1),
-                    .chosen = lab_bytes(g, 4 * n * USED), .order = lab_bytes(g, 4 * n * USED),
-                    .weight = lab_floats(g, n * USED, 1), .out = need(4 * n * dim),
+                    .chosen = lab_bytes(g, 4 * choices), .order = lab_bytes(g, 4 * choices),
+                    .weight = lab_floats(g, choices, 1), .out = need(4 * n * dim),
                     .expert_out = lab_floats(g, rows * dim, 1),
-                    .gate = lab_floats(g, rows * ff, 1), .up = lab_floats(g, rows * ff, 1)};
+                    .gate = lab_floats(g, rows * dim, 1), .up = lab_floats(g, rows * dim, 1)};
+    Layer floats = experts_as_floats(x.w, E, chunk);
     Session cpu = lab_cpu(&x, x.s, &floats);
-    const Norm *lazy = chunk || inputs ? NULL : &weights;
     for (int i = 0; lazy && i < n; i++)
         norm(x.s.normed + i * dim, in + i * dim, dim, lazy, NORM_RMS, 1e-5f);
     experts(&cpu);
     for (int i = 0; i < n * dim; i++) cpu.out[i] = other[i] + 0.5f * cpu.out[i];
-    int32_t *chosen = memcpy(need(4 * n * USED), cpu.chosen, 4 * n * USED);
-    float *weight = memcpy(need(4 * n * USED), cpu.weight, 4 * n * USED);
-    g->gate = lab_floats(g, n * USED * ff, 1);
-    g->up = lab_floats(g, n * USED * ff, 1);
-    g->place = lab_bytes(g, 4 * n * USED);
-    g->tiles = lab_bytes(g, 12 * expert_tiles(n * USED, E, GEMM_FEW));
-    for (int i = 0; i < expert_tiles(n * USED, E, GEMM_FEW); i++)   // left from another layer
-        memcpy(g->tiles + 3 * i, (int32_t[3]){E - 1, 0, 1}, 12);
-    lab_late(x.s.chosen, n * USED);
-    run_choice(lab_begin(&x), &x.w, (Input){in, lazy}, n);
-    run_experts_end(&x.s, &x.w, y, n,
-                    (Epilogue){.kind = EPILOGUE_ADD, .other = other, .factor = 0.5f});
-    lab_end(&x, "experts");
+    int32_t *chosen = memcpy(need(4 * choices), cpu.chosen, 4 * choices);
+    float *weight = memcpy(need(4 * choices), cpu.weight, 4 * choices);
+    lab_run_experts(&x, in, lazy, other, y);
     if (chunk) lab_tile("experts", n < 50 ? GEMM_FEW : 32, true);
     if (ring_ran(g, type, n)) {
-        LAB_CHECK(!memcmp(chosen, x.s.chosen, 4 * n * USED), "%s: others", "experts");
-        lab_ring_experts(&x, &floats, in, lazy, weight, other, y, type);
+        LAB_CHECK(!memcmp(chosen, x.s.chosen, 4 * choices), "%s: others", "experts");
+        lab_ring_experts(&x, in, lazy, weight, other, y, type);
         return;
     }
     // what a chunk's products read is rounded to 11 bits, a token at a time
@@ -5621,8 +5649,7 @@ static void lab_experts(Gpu *g, int type, int n) {
     if (chunk) test.seed = seed;
     if (type > FORMAT_F16) return;
     in[0] = NAN;   // some expert is chosen, whatever the scores
-    run_choice(lab_begin(&x), &x.w, (Input){in, NULL}, n);
-    lab_end(&x, "experts of NaN");
+    lab_run_experts(&x, in, NULL, other, y);
 }
 
 static void kernel_experts(Gpu *g, int type) {
@@ -5661,22 +5688,22 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     int decays = d->n_value * (d->kda ? d->dk : 1);
     size_t n_conv = past * channels, n_state = conv ? 0 : delta_state_size(c);
     size_t all = n_conv + n_state;
-    x.w = (Layer){.mixer = d->mixer, .conv_in = lab_matrix(g, FORMAT_F16, channels, DIM).m,
-                  .z = lab_matrix(g, FORMAT_F16, values, DIM).m,
+    x.w = (Layer){.mixer = d->mixer, .conv_in = lab_matrix(g, FORMAT_F16, channels, DIM),
+                  .z = lab_matrix(g, FORMAT_F16, values, DIM),
                   .conv = lab_floats(g, channels * d->conv, d->conv > 4 ? 0.1f : 1),
                   .dt_bias = lab_floats(g, decays, 2), .a = lab_floats(g, d->n_value, 1),
                   .delta_norm = lab_norm(g, delta ? group : values, group),
-                  .delta_out = lab_matrix(g, FORMAT_F16, DIM, values).m};
+                  .delta_out = lab_matrix(g, FORMAT_F16, DIM, values)};
     if (!delta) x.w.skip = lab_floats(g, d->n_value, 1);
     if (d->mixer == MIX_SPACE) x.w.conv_bias = lab_floats(g, channels, 1);
-    if (d->fused) x.w.beta_alpha = lab_matrix(g, FORMAT_F16, 2 * d->n_value, DIM).m;
-    else x.w.alpha = lab_matrix(g, FORMAT_F16, conv ? values : decays, DIM).m;
+    if (d->fused) x.w.beta_alpha = lab_matrix(g, FORMAT_F16, 2 * d->n_value, DIM);
+    else x.w.alpha = lab_matrix(g, FORMAT_F16, conv ? values : decays, DIM);
     for (int i = 0; d->kda && i < 3; i++) {
         Matrix *m = (Matrix *[]){&x.w.q, &x.w.k, &x.w.v}[i];
         *m = matrix_rows(x.w.conv_in, i * values, values);
         m->out_step = channels;
     }
-    if (!d->fused) x.w.beta = lab_matrix(g, FORMAT_F16, d->n_value, DIM).m;
+    if (!d->fused) x.w.beta = lab_matrix(g, FORMAT_F16, d->n_value, DIM);
     for (int h = 0; h < d->n_value; h++) ((float *)x.w.a)[h] -= d->kda < 0 ? -2 : 1;   // it decays
     float *in = lab_floats(g, N * DIM, 1), *state = lab_floats(g, all, 1);
     g->conv = lab_floats(g, N * (channels + decays + d->n_value), 1);
@@ -5725,18 +5752,16 @@ static void lab_heads_product(Gpu *g, int type, bool few) {
     enum { H = 3, N = 2, ROWS = 20 };
     Lab x = lab(g);
     int cols = format_cols(type, false), in = cols + 4, out = ROWS + 8;
-    RandomMatrix w = lab_matrix(g, type, H * ROWS, cols);
-    Matrix heads = matrix_rows(w.m, 0, ROWS), one = {.type = QUANT_F32, .rows = ROWS, .cols = cols};
+    Matrix heads = matrix_rows(lab_matrix(g, type, H * ROWS, cols), 0, ROWS);
     heads.step = ROWS * quant_row_bytes(type, cols);
     heads.x_step = H * in;
     heads.out_step = H * out;
-    if (!few) round_floats(w.f, w.m.rows * cols);
-    float *from = lab_floats(g, N * H * in, 1), *y = lab_floats(g, N * H * out, 1), row[2000];
+    float *from = lab_floats(g, N * H * in, 1), *y = lab_floats(g, N * H * out, 1);
     float *want = lab_copy(g, y, N * H * out);
     round_floats(from, N * H * in);
     for (int i = 0; i < N * H; i++) {
-        one.data = (const uint8_t *)(w.f + i % H * ROWS * cols);
-        plain_matmul(&(Matmul){&one, from + i * in, want + i * out, 1}, row);
+        Matrix one = matrix_expert(&heads, i % H);
+        memcpy(want + i * out, product_of(&one, from + i * in, 1, !few), ROWS * sizeof *want);
     }
     x.w.n_head = H;
     x.m.config.causal = few;
@@ -6375,7 +6400,7 @@ static float *bench_floats(Gpu *g, size_t n) {
 
 static Matrix bench_matrix(Gpu *g, int type, int64_t rows, int64_t cols) {
     size_t bytes = quant_row_bytes(type, cols);
-    Matrix m = random_matrix(need(8 * bytes), type, 8, cols).m;
+    Matrix m = random_matrix(need(8 * bytes), type, 8, cols);
     m.data = bench_fill(g, rows * bytes, m.data, 8 * bytes);
     m.rows = rows;
     return m;
