@@ -834,7 +834,8 @@ static void test_formats_names(void) {
         if (!name) continue;
         char *upper = text_of("%s", name);
         for (int i = 0; upper[i]; i++) upper[i] = toupper(upper[i]);
-        CHECK(quant_type_from_name(name) == type && quant_type_from_name(upper) == type, "%s", name);
+        CHECK(quant_type_from_name(name) == type, "%s", name);
+        CHECK(quant_type_from_name(upper) == type, "%s", upper);
     }
     CHECK(known == N_FORMATS, "%d formats have names, %d are listed", known, N_FORMATS);
     CHECK(quant_type_from_name("q4_k_m") == -1 && quant_type_from_name("") == -1, "no names");
@@ -1949,8 +1950,7 @@ static void test_nextn(void) {
             if (turn == 2) s->rest = 30;
             session_generate(s, ids, 20 + 9 * turn, wrong ? 200 : 64, (OnToken){tell_id, &told},
                              &(Error){""});
-            CHECK(wrong || told.passes <= (turn == 2 ? 45 : 14), "%s: 64 tokens in %d passes",
-                  s->m->config.name, told.passes);
+            CHECK(wrong || told.passes <= (turn == 2 ? 45 : 14), "%zu: %d passes", k, told.passes);
         }
         CHECK(wrong == (s->pause >= 28), "a rest is %d", s->pause);
         for (int i = 0; i < 2; i++, ids[48]++)   // a text that differs: rows before it are made
@@ -3387,8 +3387,7 @@ static void test_cli_completion(void) {
         check_llm(same[i], 0, i < 2 ? "^Once upon a time.*\n$" : "\n$",
                   "prefill .*tok/s.*decode .*tok/s.*GB/s.*peak .*MB.*seed 7, cpu\n$");
         if (!first) first = cli.out;
-        bool equal = !strcmp(cli.out, first + (i < 2 ? 0 : 16));
-        CHECK(equal, "%s: '%s', not '%s'", same[i], cli.out, first);
+        CHECK(!strcmp(cli.out, first + (i < 2 ? 0 : 16)), "'%s', not '%s'", cli.out, first);
     }
     shell("llm $S 'Once upon a time' -n 20");   // the seed comes from the clock
     CHECK(strcmp(cli.out, first), "no --seed, and the same text");
@@ -3657,8 +3656,7 @@ static bool wait_for(int master, char *seen, const char *last) {
     size_t from = strlen(seen), n = from, least = last ? strlen(last) : SCREEN;
     while (n - from < least || strcmp(seen + n - least, last)) {
         bool ready = poll(&(struct pollfd){master, POLLIN, 0}, 1, 60000) > 0;
-        CHECK(ready, "nothing happens behind '%s'", seen);
-        ssize_t k = ready ? read(master, seen + n, SCREEN - 1 - n) : 0;
+        ssize_t k = CHECK(ready, "behind '%s'", seen) ? read(master, seen + n, SCREEN - 1 - n) : 0;
         if (k <= 0) return false;
         n += k;
         for (char *mark; (mark = strstr(seen + from, "\033[?2004")) && mark[7];) {   // of pastes
@@ -3793,8 +3791,7 @@ static void test_cli_editing(void) {
     write_scripted("chat", "{% if messages[0].content == 's' or messages[-1].content == 'b' %}"
                    "{{ raise_exception('no') }}{% endif %}" CHATML, "\u010A yes <|im_end|>", 4);
     const char *seen = on_terminal("$LLM $C -i --temp 0", 80, typed);
-    bool told = matches(seen, "byte 2 is 0xfc[^\n]*\r\n> .*: no;[^\n]*\r\n> .*: no;[^\n]*\r\n> ");
-    CHECK(told, "%s", seen);
+    CHECK(matches(seen, "byte 2 is 0xfc[^\n]*\r\n> (.*: no;[^\n]*\r\n> ){2}"), "%s", seen);
     const char *saved = read_all(scratch("saved"), NULL);
     bool same = !strncmp(saved + 8, system + 8, 5001) && !strcmp(saved + 5009, want);
     CHECK(same, "'%s', not '%s': %s", saved, want, seen);
@@ -4007,7 +4004,6 @@ static int n_late;
 enum { SIMD = 32, MAX_THREADS = 1024, BEHIND = 64 };
 // stacks so far apart that valgrind tells them apart; each begins at other lines of a cache
 enum { STACK = 4 << 20, SHIFT = 17 * 64 };
-#define LINE(site) ((site) & 0xffff)
 
 #if defined(__clang__) && !defined(__x86_64__)
 #define emu_stay(place) _setjmp(place)
@@ -4060,11 +4056,8 @@ static struct {
 #define GROUP emu.group[emu.now / SIMD]
 #define LANE (emu.now % SIMD)
 
-__attribute__((format(printf, 1, 2), noreturn)) HIDDEN static void emu_fail(const char *text, ...) {
-    va_list v;
-    va_start(v, text);
-    vsnprintf(emu.error, sizeof emu.error, text, v);
-    va_end(v);
+__attribute__((noreturn)) HIDDEN static void emu_fail(int site, const char *op, const char *why) {
+    snprintf(emu.error, sizeof emu.error, "line %d: %s: %s", site & 0xffff, op, why);
     TSAN(__tsan_switch_to_fiber(emu.host_fiber, __tsan_switch_to_fiber_no_sync);)
     emu_go(emu.host);
 }
@@ -4096,8 +4089,7 @@ HIDDEN __attribute__((noinline)) static void emu_enter(EmuThread *t) {
 
 HIDDEN static void emu_switch(void) {   // give way to whichever thread is next
     EmuThread *old = &EMU(emu.now);
-    if (!emu.ready)
-        emu_fail("deadlock: %s line %d waits for the others", old->op, LINE(old->site));
+    if (!emu.ready) emu_fail(old->site, old->op, "deadlock: it waits for the others");
     int g = emu_bit(emu.ready);
     emu.now = g * SIMD + emu_bit(emu.group[g].ready);
     EmuThread *next = &EMU(emu.now);
@@ -4128,13 +4120,15 @@ HIDDEN static inline void emu_release(EmuGroup *g) {   // have all live lanes co
 HIDDEN static uint32_t emu_simd(const char *op, int site) {
     EmuGroup *g = &GROUP;
     if (!g->simd) g->site = site;
-    if (site != g->site)
-        emu_fail("divergence: %s line %d, other lanes line %d", op, LINE(site), LINE(g->site));
+    if (site != g->site) emu_fail(site, op, "divergence: other lanes are elsewhere");
     g->simd |= 1u << LANE;
     emu_park(op, site);
     emu_release(g);
     emu_switch();
     return g->active;
+}
+HIDDEN static void emu_whole(const char *op, int site) {
+    if (emu_simd(op, site) != ~0u) emu_fail(site, op, "it lacks some of the 32 lanes");
 }
 
 HIDDEN static uint32_t emu_give(const char *op, int site, double x) {   // holds float and int
@@ -4160,8 +4154,8 @@ HIDDEN static double emu_fold(const char *op, int site, double x) {
 
 HIDDEN static double emu_take(const char *op, int site, double x, int lane) {
     uint32_t active = emu_give(op, site, x);
-    if (lane < 0 || lane >= SIMD || !(active >> lane & 1))
-        emu_fail("%s line %d reads lane %d, which is not active", op, LINE(site), lane);
+    bool there = lane >= 0 && lane < SIMD && active >> lane & 1;
+    if (!there) emu_fail(site, op, "it reads a lane that is not active");
     return GROUP.slot[(GROUP.released - 1) % 2][lane];
 }
 
@@ -4176,8 +4170,7 @@ HIDDEN static void emu_multiply(int site, float *a, float *b, const float *c, fl
     memcpy(p->a + at, a, 2 * sizeof *a);
     memcpy((float *)p->b + at, b, 2 * sizeof *b);
     memcpy((float *)p->c + at, c, 2 * sizeof *c);
-    if (emu_simd("simdgroup_multiply", site) != ~0u)
-        emu_fail("simdgroup_multiply line %d without all 32 lanes", LINE(site));
+    emu_whole("simdgroup_multiply", site);
     for (int i = g->folded == g->released ? 64 : 0; i < 64; i++)   // as emu_fold does
         p->c[i / 8] += p->a[i] * p->b[i % 8];
     g->folded = g->released;
@@ -4189,8 +4182,7 @@ HIDDEN static void emu_multiply_bytes(int site, int *c, const uint32_t *a, const
     uint32_t (*left)[4] = GROUP.left[turn], (*right)[2] = GROUP.right[turn];
     memcpy(left[lane], a, sizeof *left);
     memcpy(right[lane], b, sizeof *right);
-    if (emu_simd("multiply_bytes", site) != ~0u)
-        emu_fail("multiply_bytes line %d without all 32 lanes", LINE(site));
+    emu_whole("multiply_bytes", site);
     for (int i = 0; i < 4; i++) {
         int row = lane / 4, column = lane % 4 * 2 + i % 2;
         for (int k = 0; k < 32; k++) {
@@ -4209,12 +4201,9 @@ HIDDEN static void emu_simd_barrier(int site) {
 }
 
 HIDDEN static void emu_barrier(int site) {
-    if (emu.alive != emu.threads)
-        emu_fail("threadgroup_barrier line %d: %d threads have left the kernel", LINE(site),
-                 emu.threads - emu.alive);
-    if (emu.waiting && emu.bar_site != site)
-        emu_fail("divergence: threadgroup_barrier line %d, and others at line %d", LINE(site),
-                 LINE(emu.bar_site));
+    bool apart = emu.waiting && emu.bar_site != site;
+    if (emu.alive != emu.threads) emu_fail(site, "threadgroup_barrier", "threads have left");
+    if (apart) emu_fail(site, "threadgroup_barrier", "divergence: others wait at another one");
     TSAN(__tsan_release(&emu.order_tg);)
     emu.bar_site = site;
     emu_park("threadgroup_barrier", site);
@@ -4231,7 +4220,7 @@ typedef struct { uint16_t count, pending; uint32_t phase; } mbarrier;
 HIDDEN static void mbarrier_init(mbarrier *b, int count) { *b = (mbarrier){count, count, 0}; }
 HIDDEN static void mbarrier_arrive(mbarrier *b) {
     TSAN(__tsan_release(b);)
-    if (!b->pending) emu_fail("mbarrier: more than %d arrivals", b->count);
+    if (!b->pending) emu_fail(0, "mbarrier", "more arrivals than it counts");
     if (--b->pending) return;
     b->pending = b->count;
     b->phase++;
@@ -4249,7 +4238,7 @@ HIDDEN static void emu_wait(mbarrier *b, int parity, int site) {
 // a share of a copy, done at once; all are multiples of 16, and the bytes are there to read
 static void mbarrier_copy(mbarrier *b, uint8_t *to, const uint8_t *from, int bytes, int i, int n) {
     uintptr_t all = (uintptr_t)from | (uintptr_t)to | bytes;
-    if (all % 16 || i < 0 || i >= n) emu_fail("mbarrier_copy: alignment, or share");
+    if (all % 16 || i < 0 || i >= n) emu_fail(0, "mbarrier_copy", "alignment, or share");
     for (i *= 16; i < bytes; i += 16 * n) memcpy(to + i, from + i, 16);
     mbarrier_arrive(b);
 }
@@ -4292,9 +4281,7 @@ HIDDEN static void emu_fiber(void) {
         EmuGroup *g = &GROUP;
         g->live &= ~(1u << LANE);
         emu_ready(g, g->ready & ~(1u << LANE));
-        if (emu.waiting)
-            emu_fail("a thread leaves the kernel while %d wait at threadgroup_barrier line %d",
-                     emu.waiting, LINE(emu.bar_site));
+        if (emu.waiting) emu_fail(emu.bar_site, "threadgroup_barrier", "a thread leaves instead");
         emu_release(g);
         if (--emu.alive) {
             emu_switch();
@@ -4426,8 +4413,12 @@ typedef struct { float e[2]; } simdgroup_float8x8;
 
 // ---- what both software devices share ----
 
-#define soft_fault(...) ((void)(fprintf(stderr, "software GPU: " __VA_ARGS__), \
-    fputc('\n', stderr), soft.faults++))
+static bool soft_check(bool ok, const char *rule) {
+    if (!ok) fprintf(stderr, "software GPU: not %s\n", rule);
+    soft.faults += !ok;
+    return ok;
+}
+#define soft_must(ok) soft_check((ok), #ok)   // what the API demands
 
 enum { BINDINGS = 31, PARAMS = 24, PLACES = 6 };
 static intptr_t soft_values[PARAMS];   // of the dispatch that runs: its buffers, n_values in all
@@ -4448,7 +4439,7 @@ static void *soft_find(const char *kernel) {   // in this program: link with -rd
     snprintf(symbol, sizeof symbol, "metal_%s", kernel);
     void *p = dlsym(RTLD_DEFAULT, symbol);
     if (!p) p = dlsym(RTLD_DEFAULT, kernel);
-    if (!p) soft_fault("kernel %s is not in this program", kernel);
+    soft_must(p && "the kernel is in this program");
     return p;
 }
 
@@ -4525,7 +4516,7 @@ static void soft_release(SoftObject *o) {
 }
 
 static SoftObject *soft_autorelease(SoftObject *o) {
-    if (!n_pooled) soft_fault("%s autoreleased with no pool in place", o->isa->name);
+    soft_must(n_pooled > 0);
     return pooled[n_pooled++] = o;
 }
 
@@ -4576,13 +4567,11 @@ M(MTLComputePipelineState, size_t, max_threads) {   // a kernel that does not sa
 }
 M(MTLDevice, id, new_residency, id how, id *error) { return soft_child(&MTLResidencySet, self); }
 M(MTLResidencySet, void, add_allocation, id buffer) {
-    if (((SoftObject *)buffer)->isa != &MTLBuffer) soft_fault("no buffer is to be resident");
+    soft_must(((SoftObject *)buffer)->isa == &MTLBuffer);
     SELF->n_buffers++;
 }
 M(MTLResidencySet, void, request) { soft.resident = SELF->n_buffers; }
-M(MTLCommandQueue, void, add_residency, id set) {
-    if (!((SoftObject *)set)->n_buffers) soft_fault("an empty set of buffers");
-}
+M(MTLCommandQueue, void, add_residency, id set) { soft_must(((SoftObject *)set)->n_buffers > 0); }
 M(MTLDevice, size_t, max_length) { return soft.longest ? soft.longest : (size_t)1 << 40; }
 M(MTLComputeCommandEncoder, void, set_pipeline, id pipeline) { SELF->now.pipeline = pipeline; }
 M(NSObject, void, end_encoding) { SELF->a->status = 1; }
@@ -4594,32 +4583,30 @@ M(MTLCommandBuffer, id, encoder) {
 }
 
 M(MTLCommandBuffer, id, blit_encoder) {
-    if (SELF->status-- != 1) soft_fault("two encoders at a time");
+    soft_must(SELF->status-- == 1);   // one encoder at a time
     return soft_autorelease(soft_child(&MTLBlitCommandEncoder, self));
 }
 
 M(MTLBlitCommandEncoder, void, copy, id from, size_t at, id to, size_t to_at, size_t n) {
     SoftObject *a = from, *b = to;
-    if (at > a->n || n > a->n - at || to_at > b->n || n > b->n - to_at || n % 4)
-        return soft_fault("copy of %zu bytes from %zu to %zu", n, at, to_at);
-    memcpy((char *)b->p + to_at, (char *)a->p + at, n);
+    bool inside = at <= a->n && n <= a->n - at && to_at <= b->n && n <= b->n - to_at;
+    if (soft_must(inside && n % 4 == 0)) memcpy((char *)b->p + to_at, (char *)a->p + at, n);
 }
 
 M(MTLFunctionConstantValues, void, set_constant, const void *p, size_t type, size_t i) {
-    if (i >= N_CONSTANTS || type != 29) return soft_fault("constant %zu of type %zu", i, type);
+    if (!soft_must(i < N_CONSTANTS && type == 29)) return;
     SELF->set[i] = true;
     memcpy(&SELF->constant[i], p, sizeof(int));
 }
 
 M(MTLDevice, id, new_library, id source, id options, id *error) {
     SoftObject *o = soft_new(&MTLLibrary);
-    if (!((SoftObject *)options)->status) soft_fault("fast math is on");
+    soft_must(((SoftObject *)options)->status);   // fast math is off
     o->p = strdup(((SoftObject *)source)->p);
     o->mine = true;
     for (char *c = o->p; (c = strstr(c, "//")); )
         while (*c && *c != '\n') *c++ = ' ';
-    if (!strstr(o->p, "\nconstant int name [[function_constant(C_##name)]];"))
-        soft_fault("function constants have other numbers than in metal.c");
+    soft_must(strstr(o->p, "\nconstant int name [[function_constant(C_##name)]];"));
     return o;
 }
 
@@ -4634,22 +4621,19 @@ M(MTLLibrary, id, new_function, id name, id constants, id *error) {
     snprintf(f->name, sizeof f->name, "%s", want);
     f->p = soft_find(want);
     for (; *s && *s != '{'; s++) f->n_buffers += *s == ',';
-    if (f->n_buffers + PLACES > PARAMS || strncmp(s - 7, "PLACE) ", 7))
-        soft_fault("%s: too many parameters, or PLACE is not the last", want);
+    soft_must(f->n_buffers + PLACES <= PARAMS && !strncmp(s - 7, "PLACE) ", 7));
     return f;
 }
 
 M(MTLDevice, id, new_pipeline, id function, id *error) {
     SoftObject *f = function;
-    for (int i = 0; i < N_CONSTANTS; i++)
-        if (!f->set[i]) soft_fault("%s: constant %d is not set", f->name, i);
+    for (int i = 0; i < N_CONSTANTS; i++) soft_must(f->set[i]);
     return soft_child(&MTLComputePipelineState, f);
 }
 
 M(MTLDevice, id, share_pages, void *p, size_t bytes, size_t options, id deallocator) {
     size_t page = sysconf(_SC_PAGESIZE);
-    if ((uintptr_t)p % page || bytes % page || !bytes || options || deallocator)
-        soft_fault("bytesNoCopy: %p, %zu are not whole pages", p, bytes);
+    soft_must((uintptr_t)p % page == 0 && bytes % page == 0 && bytes && !options && !deallocator);
     SoftObject *o = soft_new(&MTLBuffer);
     o->p = p;
     o->n = bytes;
@@ -4658,15 +4642,13 @@ M(MTLDevice, id, share_pages, void *p, size_t bytes, size_t options, id dealloca
 }
 
 M(MTLComputeCommandEncoder, void, set_shared, size_t n, size_t i) {
-    size_t most = larger(SHARED_BYTES, SOFT_ROOM);
-    if (n % 16 || n > most || i) soft_fault("threadgroup memory: %zu bytes at %zu", n, i);
+    soft_must(n % 16 == 0 && n <= (size_t)larger(SHARED_BYTES, SOFT_ROOM) && i == 0);
     SELF->now.shared = n;
 }
 
 static void soft_bind(SoftObject *encoder, SoftObject *buffer, size_t offset, size_t i) {
     SoftBind *b = &encoder->now.bind[i % BINDINGS];
-    if (i >= BINDINGS || offset >= buffer->n || offset % 4)
-        soft_fault("setBuffer: offset %zu of %zu, index %zu", offset, buffer->n, i);
+    soft_must(i < BINDINGS && offset < buffer->n && offset % 4 == 0);
     soft_release(b->buffer);
     *b = (SoftBind){buffer, (char *)buffer->p + offset};
 }
@@ -4679,16 +4661,16 @@ M(MTLComputeCommandEncoder, void, set_bytes, const void *p, size_t n, size_t i) 
     SoftObject *o = soft_new(&MTLBuffer);
     o->p = guarded(o->n = n);                    // exactly so many, to catch a longer struct
     o->guarded = true;
-    if (n > 4096) soft_fault("setBytes: %zu bytes", n);
+    soft_must(n <= 4096);
     soft_bind(self, o, 0, i);
     memcpy(o->p, p, n);
 }
 
 M(MTLComputeCommandEncoder, void, dispatch, MTLSize groups, MTLSize threads) {
     SoftObject *commands = SELF->a;
-    if (!SELF->now.pipeline || !groups.width || !threads.width || threads.width > 1024 ||
-        groups.height * groups.depth * threads.height * threads.depth != 1)
-        return soft_fault("dispatch: %zu groups of %zu threads", groups.width, threads.width);
+    bool flat = groups.height * groups.depth * threads.height * threads.depth == 1;
+    bool some = groups.width && threads.width && threads.width <= 1024;
+    if (!soft_must(SELF->now.pipeline && flat && some)) return;
     SoftRun *r = malloc(sizeof *r);
     *r = SELF->now;
     r->groups = groups;
@@ -4708,7 +4690,7 @@ M(MTLComputeCommandEncoder, void, dispatch, MTLSize groups, MTLSize threads) {
 
 M(NSObject, void, commit) {
     if (SELF->isa == &MTLResidencySet) return;
-    if (SELF->status != 1) soft_fault("commit before endEncoding, or twice");
+    soft_must(SELF->status == 1);   // endEncoding came before, and no commit
     SELF->status = 2;
     soft.commits++;
 }
@@ -4727,7 +4709,7 @@ static const char *soft_ready(SoftRun *r) {   // set function constants; is all 
 M(MTLCommandBuffer, void, wait) {
     const char *bad = NULL;
     if (SELF->status >= 4) return;
-    if (SELF->status != 2) soft_fault("waitUntilCompleted before commit");
+    soft_must(SELF->status == 2);   // committed
     for (SoftRun *r = SELF->runs; r && !bad; r = r->next)
         if (!(bad = soft_ready(r))) {
             const char *name = r->pipeline->a->name;
@@ -4774,7 +4756,7 @@ IMP class_getMethodImplementation(id class, SEL sel) {
     for (size_t i = 0; i < COUNT(soft_methods); i++)
         if ((*soft_methods[i].of == class || *soft_methods[i].of == &NSObject) &&
             !strcmp(soft_methods[i].name, sel)) return (IMP)soft_methods[i].code;
-    soft_fault("%s has no method %s", ((SoftClass *)class)->name, (char *)sel);
+    fprintf(stderr, "%s has no method %s\n", ((SoftClass *)class)->name, (char *)sel);
     abort();
 }
 #else
@@ -4824,7 +4806,7 @@ static int soft_memory(const char *p) {          // the number of a buffer that 
 
 // Does a call that is no launch fail, which begins work of a stream?
 static bool soft_works(const char *name, const void *stream) {
-    if (stream != current || current->capture) soft_fault("%s elsewhere, or captured", name);
+    soft_must(stream == current && !current->capture);
     current->launched = false;
     return soft_fails(name);
 }
@@ -4881,7 +4863,7 @@ int cuMemsetD8Async(char *to, unsigned char x, size_t n, void *stream) {
 int cuMemcpyAsync(void *to, const void *from, size_t n, void *stream) {
     if (soft_works(__func__, stream)) return REFUSED;
     if (soft_memory(to) >= 0) return !memcpy(to, from, n);
-    if (current->fetched.p) soft_fault("a copy before the wait for another");
+    soft_must(!current->fetched.p);   // one copy, and then a wait for it
     current->fetched.p = memcpy(malloc(n), from, current->fetched.n = n);
     return !(current->fetched.to = to);
 }
@@ -4921,10 +4903,8 @@ int cuLaunchKernelEx(const Launch *l, void *function, void **args, void **extra)
     SoftLaunch launch = {function, *l, *(Bound *)args[0]};
     const SoftKernel *k = function;
     if (FAILS) return REFUSED;
-    if (!*l->groups || !*l->threads || *l->threads > k->threads || l->shared > k->shared ||
-        l->stream != current || (l->n && !current->launched))
-        soft_fault("%s: %u groups of %u threads, %u bytes, or starts early", k->name, *l->groups,
-                   *l->threads, l->shared);
+    soft_must(*l->groups && *l->threads && *l->threads <= k->threads && l->shared <= k->shared);
+    soft_must(l->stream == current && (!l->n || current->launched));   // else it starts too early
     if (current->capture) current->capture->launch[current->capture->n++] = launch;
     else soft_launch(&launch);
     return !(current->launched = true);
@@ -5890,8 +5870,7 @@ static void eval_rows(Session *s, const int32_t *ids, int n, int from, float *to
     get_rows(s, ids, n, from, to);
     CHECK(!s->o.cpu == !!s->gpu, "%s: the GPU gave up", s->m->config.name);
     int late = s->gpu ? s->gpu->n_pipelines - variants : 0;
-    CHECK(!late || s->gpu->cpu_ffns, "%s: %d variants were not in the warm-up",
-          s->m->config.name, late);
+    CHECK(!late || s->gpu->cpu_ffns, "%d variants were not in the warm-up", late);
     if (!s->o.cpu && RECORDER) check_pass(s, pass);
     CHECK(allocations == allowed, "%zu allocations in forward", allocations - allowed);
     for (int l = 0; l < s->m->config.n_layer; l++)
@@ -5910,8 +5889,7 @@ static void check_reads(const Session *s) {
                 reads |= soft.run[r].bound[b] == (char *)t->data - (uintptr_t)t->data % 16;
             times += reads;
         }
-        bool few = t->ne[1] < 2 || times <= s->m->config.n_loops;
-        CHECK(few, "%.*s: %d reads", STR_ARG(t->name), times);
+        CHECK(t->ne[1] < 2 || times <= s->m->config.n_loops, "%.*s", STR_ARG(t->name));
     }
 }
 
@@ -6381,20 +6359,20 @@ static Matrix bench_matrix(Gpu *g, int type, int64_t rows, int64_t cols) {
     return m;
 }
 
-// The operands of a row: a product's matrices, or layers, each with its cache; n tokens
-typedef struct { Matrix *m; const float *in; float *out; Layer *layers; int n; } Bench;
+// The operands of a row: a product's matrices, or (m NULL) the session's caches; n tokens
+typedef struct { Matrix *m; const float *in; float *out; int n; } Bench;
 
 static void run_operand(Session *s, const Bench *b, int i) {
     const Matrix *one = b->m + i;
-    if (!b->layers) run_products(s, &one, 1, (Input){b->in, NULL}, (float **)&b->out, b->n, STORE);
-    else run_attention(s, &b->layers[s->l = i], b->n);
+    s->l = b->m ? 0 : i;
+    if (b->m) run_products(s, &one, 1, (Input){b->in, NULL}, (float **)&b->out, b->n, STORE);
+    else run_attention(s, s->m->layers, b->n);
 }
 
 // prints how long an operand takes; much: its bytes, or for several tokens its operations
 static void bench_run(Lab *x, const char *name, const Bench *b, int operands, double much) {
     double best = 1e9;
     Session *s = lab_session(x);
-    if (b->layers) x->m.layers = b->layers;
     for (int turn = 0; turn < 8; turn++) {   // the first one warms up
         device_wait(x->g);
         double start = now();
@@ -6416,8 +6394,7 @@ static void bench_product(Gpu *g, const char *name, int type, int64_t rows, int6
     int copies = 1 + 4e8 / bytes;
     Lab x = lab(g);
     if (!strstr(name, bench_only)) return;
-    Bench b = {need(copies * sizeof *b.m), bench_floats(g, n * cols), bench_floats(g, n * rows),
-               NULL, n};
+    Bench b = {need(copies * sizeof *b.m), bench_floats(g, n * cols), bench_floats(g, n * rows), n};
     x.m.config.causal = true;
     g->packed = bench_floats(g, 1 << 20);
     g->halves = (uint16_t *)bench_floats(g, n * cols / 2);
@@ -6434,7 +6411,6 @@ static void bench_attention(Gpu *g, int H, int hd, int rows, int n) {
     double bytes = 4.0 * KV * rows * hd, flop = 4.0 * hd * H * n * (rows - (n - 1) / 2.0);
     int32_t *pos = need(rows * sizeof *pos), now[NOW_COUNTS + FEW * 64] = {[NOW_POS] = rows - n};
     Cache c[COPIES];
-    Layer w[COPIES];
     Lab x = lab(g);
     if (!strstr(name, bench_only)) return;
     for (int i = 0; i < rows; i++) pos[i] = i;
@@ -6443,14 +6419,11 @@ static void bench_attention(Gpu *g, int H, int hd, int rows, int n) {
     lab_heads(&x, &t);
     x.s.cache = c;
     g->now = bench_fill(g, sizeof now, now, sizeof now);
-    for (int i = 0; i < COPIES; i++) {
-        w[i] = x.w;
+    for (int i = 0; i < COPIES; i++)
         c[i] = (Cache){.k = (void *)bench_matrix(g, FORMAT_F16, KV * rows, hd).data,
                        .v = (void *)bench_matrix(g, FORMAT_F16, KV * rows, hd).data,
                        .pos = bench_fill(g, 4 * rows, pos, 4 * rows), rows, rows};
-    }
-    Bench b = {.layers = w, .n = n};
-    bench_run(&x, name, &b, COPIES, n > 1 ? flop : bytes);
+    bench_run(&x, name, &(Bench){.n = n}, COPIES, n > 1 ? flop : bytes);
 }
 
 static void bench_all(char **arg) {
@@ -6696,8 +6669,7 @@ static const Test TESTS[] = {
     T(unicode_tables) T(tokenizer_goldens) T(tokenizer_rules) T(tokenizer_special)
     T(tokenizer_streaming) T(tokenizer_unigram) T(tokenizer_linear) T(chat_templates) T(allocations)
     T(cli_refusals) T(cli_output) T(cli_completion) T(cli_wishes) T(cli_numbers) T(cli_chat)
-    T(cli_terminal) T(cli_editing) T(cli_logits) T(cli_interrupt) T(cli_hosts)
-    T(cli_machines)
+    T(cli_terminal) T(cli_editing) T(cli_logits) T(cli_interrupt) T(cli_hosts) T(cli_machines)
 #if defined(LLM_METAL) || defined(LLM_CUDA)
     T(metal_kernels) T(metal_models) T(metal_shapes) T(metal_failures)
 #endif
