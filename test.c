@@ -2970,172 +2970,53 @@ static void test_tokenizer_linear(void) {
 
 // ==== chat templates ====
 
-// What each template must print for the conversation below; «» enclose what is marked, what
-// others than the model wrote. "!" begins what the line of an error must hold.
-static const struct { const char *text, *want; } TEMPLATES[] = {
-    {"{{ [1, 2, 3][-5] is defined }}{{ ''|int(7) }}{{ ''|float(7) }}{{ [{'a': 1, 'b': 1}, {'a': 1}]"
-     "|unique(attribute='a')|list|length }}", "False771"},
-    {"a\r\nb{# #}\n", "a\nb"}, {"a {%- if 1 -%} b {%+ endif +%}\nc {{- 1 -}} d", "ab \nc1d"},
-    {"  {% if 1 %}\n  x\n  {% endif %}\ny {# #}\n {{ 1 }}\n.", "  x\ny  1\n."},   // trims
-    {"{% set x = 1 %}{% for i in [1] %}"
-     "{% set x = 2 %}{{ x }}{% endfor %}{{ x }}{% if 1 %}{% set x = 3 %}{% endif %}{{ x }}", "213"},
-    {"{% set a, b = 1, 3 %}{{ b }}{% set n = namespace(v=1) %}"
-     "{% for i in [4, 5] %}{% set n.v = n.v + i %}{% endfor %}{{ n.v }}", "310"},
-    {"{% set x %}a{{ messages[0].content }}{% endset %}{{ x|upper }}", "A«BE BRIEF.»"},
-    {"{% for m in messages if m.role != 'system' %}{{ loop.index }}{{ loop.last }}{{ "
-     "loop.previtem.role if not loop.first }} {% endfor %}", "1False 2Falseuser 3Trueassistant "},
-    {"{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
-     "{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{% for i in x %}-{% endfor %}", "02"},
-    {"{% for i in 'ab' %}"
-     "{{ loop.previtem|d('-') ~ loop.nextitem }}{{ x }}{% set x = i %}{% endfor %}", "-ba"},
-    {"{% macro f(n, s='-') %}{{ n }}{% if n %}{{ s }}{{ f(n - 1, s=s) }}"
-     "{% endif %}{% endmacro %}{{ f(2) }}{{ f(1, s=messages[0].content[:2]) }}", "2-1-01«Be»0"},
-    {"{% filter upper %}a{% endfilter %}"
-     "{% generation %}b{% set x = 2 %}{% endgeneration %}{{ x }}", "Ab"},
-    {"{{ none }}{{ true }}{{ -10 }}{{ x }}{{ 9007199254740992 }}", "NoneTrue-109007199254740992"},
-    {"{{ 'it\\'s' \"\\t\" '\\d' }}", "it's\t\\d"}, {"{{ -7 % 3 ~ 7 % -3 }}"
-     "{{ 2 * 3 - 1 }}{{ 'a' * 2 ~ (1 < 2) ~ ('b' >= 'b') }}{{ not 3 in [3] or 1 not in [] }}"
-     "{{ 'a' if 0 else 'b' if 0 else 'c' }}{{ x.y if 0 else 2 }}", "2-25aaTrueTrueTruec2"},
-    {"{{ ([1, {'a': 2}] == [1, {'a': 2}]) ~ ({'a': 1} != {'a': 2}) ~ ('1' == 1) }}"
-     "{{ messages[0] == messages[0] }}{{ messages[1] == messages[3] }}", "TrueTrueFalseTrueFalse"},
-    {"{{ 'Größe'[::-1] ~ 'Größe'[-3:-1] ~ 'Größe'[9:] ~ [1, 2, 3][1:]|join('-') ~ [1, 2, 3]"
-     "[::-1]|join ~ [1, 2][-9:]|length ~ 'Größe'[2:1] ~ 'Größe'[1]}}", "eßörGöß2-33212r"},
-    {"{{ x }}{{ x|length }}"
-     "{{ x is defined }}{{ x|d('y') }}{{ messages[9] }}{{ messages[0].no }}", "0Falsey"},
-    {"{{ (none|selectattr('k')|list + 0|map('upper')|list)|length }}{{ x|select|list|length }}"
-     "{{ (''|reject|list + false|rejectattr('k')|list)|length }}{{ self.x }}", "000"},
-    {"{% set info = 1 %}{% set nano = 2 %}{{ info + nano }}", "3"},   // not numbers
-    {"{% macro f(a, b) %}{{ a ~ b }}"
-     "{% endmacro %}{{ f(*'xy') }}{{ f(b=1, **{'a': 2}) }}{{ [1, 2]|join(*'-') }}", "xy211-2"},
-    {"{% for i, (k, v) in [(1, (2, 3))] %}{{ i ~ k ~ v }}{% endfor %}{% for (k, "
-     "v) in {4: 5}.items() %}{{ k ~ v }}{% endfor %}{% set (a, b) = 6, 7 %}{{ a ~ b }}", "1234567"},
-    {"{{ {'items': 1}['items'] ~ {}.get('b', 2) ~ messages[-4].role.0 }}"
-     "{{ messages.0.role ~ [[1, 2], 3].0[1] ~ [[4]].0.0 }}", "12ssystem24"},
-    {"{{ '<|' + messages[0].role + '|>' ~ messages[0].content[3:6] }} {{ "
-     "messages[1].content.strip().split(' ')|join('-')|replace('<', '[') }}{{ messages[2].content "
-     "}}{{ messages[1].content|tojson }}{{ '{}'.format(messages[-1].content) }}",
-     "<|system|>«bri» «Hi»-[«b>»<x>Yo\"« Hi <b>»\\n\"«End.»"},
-    {"{% for m in messages %}{{ m.role[0] }}{% for p in m.content %}{% if p.type == 'text' %}"
-     "{{p.text}}{% endif %}{%endfor%}{% endfor %}", "s«Be brief.»u« Hi <b>\n»a<x>You«End.»"},
-    {"{{ messages[0].content[0] ~ messages[0].content[0].text }}", "«B»"},
-    {"{{ 'a,b,c'.split(',', 1)|join('+') ~ ',a'.split(',')|length }}"
-     "{{ 'abca'.strip('a') ~ 'abca'.lstrip('ab') ~ 'é-é'.rstrip('é') }}", "a+b,c2bccaé-"},
-    {"{{ 'a-bb-a'.rfind('-') ~ 'aa'.rfind('aa') ~ 'a'.rfind('b') ~ 'éa-'.find('a') }}"
-     "{{ 'ab'.startswith('a') ~ 'ab'.startswith('abc') }}"
-     "{{ 'ab'.endswith('b') }}", "40-11TrueFalseTrue"},
-    {"{{ 'aB c-D'|title ~ 'éB'.capitalize() ~ 'aé жąÿ'|upper ~ 'AÉŸ ΣΟΣ İ'|lower ~ "
-     "\"o'n 3d\".title() ~ \"o'n (d\"|title ~ messages[0].content|lower }}",
-     "Ab C-DÉbAÉ ЖĄŸaéÿ σος i̇O'N 3DO'n (D«be brief.»"}, {"{{ 'ß'|upper }}", "!U+00DF"},
-    {"{{ 'ǆ'|title }}", "!U+01C6"},
-    {"{{ ['a', 'b']|reject('in', ['a'])|join ~ ('a' is in 'ab') ~ (1 is not in [2]) ~ (3 is odd)"
-     " ~ (2 is not even) ~ (3 is ge 3) ~ (3 is lessthan(2)) ~ ('upper' is filter) ~ (2 is ne 2) ~ "
-     "[1, 2, 3]|select('>', 1)|join }}", "bTrueTrueTrueFalseTrueFalseTrueFalse23"},
-    {"{{ 'abcdef'[5:2:-1] ~ 'Größe'[::2] ~ [0, 1, 2, 3][-1:0:-2] ~ (1, 2, 3)[5::-2] ~ 'ab'[9:-9:"
-     "-1] ~ 'ab'[:0:-1] ~ [1, 2][1:0] ~ ('a' ~ messages[3].content)[::-1] }}",
-     "fedGöe[3, 1](3, 1)bab[]«.dnE»a"}, {"{{ 'ab'[::0] }}", "!a step of 0"}, {"ab", "!'ab' is no"},
-    {"{{ messages|reverse|map(attribute='role')|first ~ [3, 1]|max ~ 'ab'|reverse ~ [1]|count ~ "
-     "{'a': 1}.values() ~ dict(a=1).a }}", "user3ba1[1]1"},
-    {"{{ [2 ** 3 * 2, -2 ** 2, 2 ** 3 ** 2, 2 ** -1, '%s!' % 'a', '%s%s' % (1, 2)] }}{{ {'b': "
-     "{'d': 1, 'B': 2}, 'a': 1}|tojson(sort_keys=true) }}",
-     "[16, 4, 64, 0.5, 'a!', '12']{\"a\": 1, \"b\": {\"B\": 2, \"d\": 1}}"},
-    {"{% set a = 1 %}{% with a = 2, b = a %}{{ a ~ b }}{% set a = 3 %}{% endwith %}{{ a }}"
-     "{% with %}{% for i in [1, 2] %}{{ loop.revindex ~ loop.revindex0 }}{% endfor %}"
-     "{% endwith %}", "2112110"}, {"{{ {}|tojson(separators=1) }}", "!separators"},
-    {"{% with a %}{% endwith %}", "!unex"}, {"{% set x = {} %}{% set x.y = 1 %}", "!dict instead"},
-    {"chatml", "<|im_start|>system\n«Be brief.»<|im_end|>\n<|im_start|>user\n« Hi <b>\n»<|im_end|>"
-     "\n<|im_start|>assistant\n<x>Yo<|im_end|>\n<|im_start|>user\n«End.»<|im_end|>\n"
-     "<|im_start|>assistant\n"}, {"chatglm4", "[gMASK]<sop><|system|>\n«Be brief.»<|user|>\n"
-     "« Hi <b>\n»<|assistant|>\n<x>Yo<|user|>\n«End.»<|assistant|>\n"},
-    {"{{ messages|map(attribute='role')|unique|join(' ') }}{{ messages|selectattr('role', "
-     "'equalto', 'user')|list|length }}{{ messages|rejectattr('content.x')|list|length }}"
-     "{{ [1, none]|select('none')|list|length }}{{ [3, 1, 2]|sort(reverse=true)|join }}"
-     "{{ ['b', 'A']|sort|first ~ ['b', 'A']|min }}{{ ['a']|map('replace', 'a', 'b')|last }}"
-     "{{ {'b': 1, 'A': 2}|dictsort|map('join')|join }}", "system user assistant241321AAbA2b1"},
-    {"{{ 1 if []|map('upper') }}", "1"},
-    {"{{ {'a': [1, 'é\"\\f\x1f'], 'b': {}, 'c': [none, true]}|tojson }}"
-     "{{ {'a': [1, 2], 'b': []}|tojson(indent=1) }}",
-     "{\"a\": [1, \"é\\\"\\f\\u001f\"], \"b\": {}, \"c\": [null, true]}"
-     "{\n \"a\": [\n  1,\n  2\n ],\n \"b\": []\n}"},
-    {"{{ '<{}|{}>'.format(1, 'a') }}{{ 'a\n\nb'|indent(2) ~ 'c'|indent('-', true) }}"
-     "{{ '{}%s'|format(1.5) ~ '%s{}'.format(2) }}", "<1|a>a\n\n  b-c{}1.5%s2"},
-    {"{{ [1, '\"', \"'\", '\\n\\\\é', none, {'k': (1.5, [])}] ~ (true,) ~ (1, 2, 3)[1:] ~ "
-     "{'b': 1}|dictsort ~ ['\\'\"\\b', messages[3].content] }}", "[1, '\"', \"'\", '\\n\\\\é', "
-     "None, {'k': (1.5, [])}](True,)(2, 3)[('b', 1)]['\\'\"\\x08', '«End.»']"},
-    {"{{ [2.5|round, 2.675|round(2), 25|round(-1), 42|round, 2.01|round(1, 'ceil'), (-0.5)|round("
-     "method='ceil'), 7|round(-1, 'floor'), '1e3'|float, 'x'|float, none|float(2), true|float, 1 "
-     "is sameas true, [1] is sameas [1], messages is sameas messages, true is sameas(true)] }}",
-     "[2.0, 2.67, 20, 42, 2.1, 0.0, 0.0, 1000.0, 0.0, 2, 1.0, False, False, True, True]"},
-    {"{{ '12'|int + ' 3'|int }}{{ 'x'|int ~ 'x'|int(4) }}{{ range(5, 0, -2)|join "
-     "~ -7 // 2 ~ 7 / 2 ~ +1 ~ (-1.7)|int ~ ' 1.7 '|int ~ '0x1'|int }}", "1504531-43.51-110"},
-    {"{% set f = {'a': 0.2, 'b': 1e-3} %}{{ f.a ~ ' ' ~ f.b ~ ' ' ~ (0.1 + 0.2) }} "
-     "{{ [1e-5, 1.5e16, 1e15]|tojson ~ (1.0 == 1) ~ (0.5 < 0.2) ~ (0.5 is float) }}{{ 1 if 0.0 }}",
-     "0.2 0.001 0.30000000000000004 [1e-05, 1.5e+16, 1000000000000000.0]TrueFalseTrue"},
-    {"{{ bos_token ~ eos_token ~ strftime_now('%d %b %Y') ~ (tools is none) }}",
-     "<s></s>22 Nov 2026True"},
-    {"{% set n = namespace(s='') %}{% for i in range(5000) %}"
-     "{% set n.s = n.s + '0123456789' %}{% endfor %}{{ n.s|length }}", "50000"},
-    {"{% if 0 %}{{ x|a.b }}{% no a %}{% no %}{% endno %}{% endno %}{% for a in b recursive %}"
-     "{% endfor %}{% set a | d %}{% endset %}{{ '\\x41' }}{% set a = ? %}{% call a.b() %}"
-     "{% endcall %}{% filter a.b %}{% endfilter %}{% else %}a{% endif %}{% macro f(a=?) %}"
-     "{% endmacro %}{{ 1 if 1 else 2 ** 3 }}{% if 1 %}b{% elif ? %}{% endif %}", "a1b"},
-    {"a {%- raw -%} {{ x }}"
-     "{% if %} {%- endraw %}\nb{% raw %}\n{# {{\n {% endraw -%} c", "a{{ x }}{% if %}b\n{# {{\nc"},
-    {"{% for i in [1] if i > 1 %}{% else %}a{% set x = 1 %}{% endfor %}{{ x }}{% for i in [1] %}b"
-     "{% else %}c{% endfor %}{% for i in [1, 2] %}{{ i }}{% for j in [] %}{% else %}{% break %}"
-     "{% endfor %}{% endfor %}{% for i in [1] %}d{% continue %}{% else %}e{% endfor %}", "ab1de"},
-    {"{% macro f(a) %}{{ a ~ caller(2, c=bos_token) if caller else a }}"
-     "{% endmacro %}{% call(b, c) f(1) %}{{ b ~ c }}{% endcall %}{{ f(3) }}", "12<s>3"},
-    {"{{ [1]|map('upper') }}", "!generator instead of int"}, {"{{ x|float }}", "!'x' is undefined"},
-    {"{{ 1.5|round(1, 'up') }}", "!'up' is no way"}, {"{{ '1'|round }}", "!str instead of float"},
-    {"{{ '1e999'|float }}", "!too large"}, {"{{ '%s'|format(1, 2) }}", "!too many"},
-    {"{{ '{}'.format() }}", "!{} alone, with a value for each"}, {"{{ '%d'|format(1) }}", "!alone"},
-    {"{{ '%%%s'|format(1) }}", "!%s alone"}, {"{{ '{0}'.format(1) }}", "!{} alone"},
-    {"\n\n{{ x.y }}", "!line 3: 'x' is undefined"}, {"\n{{ 'a'\n.split(\n'') }}", "!line 3:"},
-    {"\n{{\n'a'|tojson(\n1\n) }}", "!line 3: tojson"}, {"{{ 1\n+\n'' }}", "!line 2: int"},
-    {"{{ 1\nis good }}", "!line 2:"}, {"\n{{ range(0,\n1, '') }}", "!line 2:"},
-    {"\n{% macro f(a) %}{% endmacro %}\n{{ f(1,\n2) }}", "!line 3: 'f' takes"},
-    {"{{ 1 }}\n{% break %}\n\n", "!line 2: break outside"}, {"{% if 0 %}{{ 2 3", "!d 3"},
-    {"a\n{% if 1 %}\n{% no %}{% endif %}", "!line 3: unexpected no %}"},
-    {"{% if 0 %}{% elif\nx ? 1 %}{% endif %}", "!line 2: unexpected ? 1 %}"},
-    {"{% for a in b c %}{% endfor %}", "!unexpected c %}"}, {"{{ 'a' + 1 }}", "!str + int"},
-    {"{% macro f(\na=?) %}{% endmacro %}\n{{ f() }}", "!line 2: unexpected ?"},
-    {"{% if 0 %}{% no %}{% endfor %}", "!ted endf"}, {"{% get %}", "!unexpected get"},
-    {"{{ raise_exception('no\n' ~ messages[3].role) }}", "!: no?user"},
-    {"a{# b", "!unexpected {# b"}, {"{% raw %}a", "!unexpected"}, {"{{ 2 ** 99 }}", "!too large"},
-    {"{{ 1 if 1 else x|fetch }}{{ 'x'|fetch }}", "!no filter 'fetch'"},
-    {"{{ 9007199254740993 }}", "!unexpected 9007"}, {"{{ 1 in 'abc' }}", "!int in str"},
-    {"{{ '\\x41' }}", "!unexpected \\x41"},
-    {"{{ 'a'.rsplit('b') }}", "!'rsplit' is undefined"}, {"{{ 1 is good }}", "!no test 'good'"},
-    {"{% set x.y = 1 %}", "!'x' is undefined"}, {"{{ 'a'.split(5) }}", "!int instead of str"},
-    {"{% macro m(a) %}{% endmacro %}{{ m(1, 2) }}", "!'m' takes not so many"},
-    {"{% macro m(a) %}{% endmacro %}{{ m(b=1) }}", "!'m' takes no argument 'b'"},
-    {"{{ 'a'|title(t='b') }}", "!'title' takes no argument 't'"},
-    {"{{ 'a'|upper(true) }}", "!'upper' takes not so many"},
-    {"{{ 'é'|tojson(ensure_ascii=true) }}", "!ensure_ascii"},
-    {"{% for i in [1] %}{{ loop.depth }}{% endfor %}", "!'depth' is undefined"},
-    {"{{ 'a'.split('b', 'c') }}", "!str instead of int"},
-    {"{{ {}|dictsort(by='k') }}", "!'dictsort' takes no argument 'by'"},
-    {"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "!nested too deeply"},
-    {"{% set n = namespace(l=[]) %}{% for i in range(9999) %}{% set n.l = [n.l] %}{% endfor %}"
-     "{{ n.l|tojson }}", "!nested too deeply"},
-    {"{% set n = namespace(l=[]) %}{% for i in range(9999) %}{% set n.l = [n.l] %}{% endfor %}"
-     "{{ n.l == n.l }}", "!nested too deeply"},
-    {"{% set s = 'a' * 99999 %}"
-     "{% for i in range(400) %}{{ 'b' in s }}{% endfor %}{% for i in range(99999) %}"
-     "{% for j in range(999) %}{{ 1 in [] }}{% endfor %}{% endfor %}", "!too many steps"},
-    {"{% set s = ' ' * 1000000 %}{% for i in range(99999) %}{{ s|trim }}{% endfor %}", "!steps"},
-    {"{% set s = 'a' * 1000000 %}{% set b = s[:500000] ~ 'b' %}"
-     "{% for i in range(99999) %}{{ b in s }}{% endfor %}", "!too many steps"},
-    {"{% set d = {'a' * 1000000: 1} %}{% set b = 'a' * 1000000 %}"
-     "{% for i in range(99999) %}{{ b in d }}{% endfor %}", "!too many steps"},
-    {"{% set n = namespace(s='a') %}"
-     "{% for i in range(99) %}{% set n.s = n.s * 9 %}{% endfor %}", "!too much memory"},
-};
-
 static const ChatMessage TALK[] = {{{"system", 6}, {"Be brief.", 9}}, {{"user", 4},
     {" Hi <b>\n", 8}}, {{"assistant", 9}, {"<x>Yo", 5}}, {{"user", 4}, {"End.", 4}}};
 
-static void *render_all(void *unused) {
+// golden/templates.tsv has a template a line, a tab, and what it must print for this conversation,
+// with pictures of control characters (U+2400 on) in their place.
+static void control_characters(char *s) {   // takes the place of their pictures
+    char *to = s;
+    for (; *s; s++) {
+        bool picture = s[0] == '\xE2' && s[1] == '\x90';
+        if (picture) s += 2;
+        *to++ = picture ? *s & 0x1F : *s;
+    }
+    *to = 0;
+}
+
+static void each_template(const char *all, void (*fn)(const char *text, const char *want)) {
+    int n = 0;
+    EACH_WORD(line, all, "\n") {
+        char *want = strchr(line, '\t');
+        *want++ = 0;
+        control_characters(line);
+        control_characters(want);
+        fn(line, want);
+        n++;
+    }
+    CHECK(n == 111, "%d templates", n);
+}
+
+// «» enclose what is marked, what others than the model wrote. "!" begins what the line of an error
+// must hold.
+static void check_template(const char *text, const char *want) {
+    Rendered r;
+    Error e = {""};
+    if (test.quick && strstr(text, "1000000")) return;   // slow
+    bool ok = template_render(str(text), TALK, 4, str("<s>"), str("</s>"), -1, &r, &e);
+    char *got = need(5 * r.n + 8), *end = got;
+    for (size_t k = 0; k <= r.n; k++) {
+        bool before = k && r.mark[k - 1], now = k < r.n && r.mark[k];
+        if (before != now) end = stpcpy(end, now ? "«" : "»");
+        if (k < r.n) *end++ = r.text[k];
+    }
+    bool right = *want == '!' ? !ok && strstr(e.text, want + 1) : ok && !strcmp(got, want);
+    CHECK(right, "%s: %s%s", text, got, e.text);
+    rendered_free(&r);
+}
+
+static void *render_all(void *all) {
     static const char *const deep[][2] = {{"{{", " not"}, {"{{", "("}, {"{{", "["}, {"{{", " -"},
         {"", "{% if 1 %}"}, {"{% if 0 %}", "{% elif 0 %}"}, {"{{", "0 if 1 else "}};
     for (size_t i = 0; i < COUNT(deep); i++) {
@@ -3145,35 +3026,21 @@ static void *render_all(void *unused) {
         template_render(str(text), TALK, 4, NOTHING, NOTHING, -1, &(Rendered){0}, &e);
         CHECK(strstr(e.text, "nested too deeply"), "3000 times %s: %s", deep[i][1], e.text);
     }
-    for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
-        const char *text = TEMPLATES[i].text, *want = TEMPLATES[i].want;
-        if (test.quick && strstr(text, "1000000")) continue;   // slow
-        Rendered r;
-        Error e = {""};
-        bool ok = template_render(str(text), TALK, 4, str("<s>"), str("</s>"), -1, &r, &e);
-        char *got = need(5 * r.n + 8), *end = got;
-        for (size_t k = 0; k <= r.n; k++) {
-            bool before = k && r.mark[k - 1], now = k < r.n && r.mark[k];
-            if (before != now) end = stpcpy(end, now ? "«" : "»");
-            if (k < r.n) *end++ = r.text[k];
-        }
-        bool right = *want == '!' ? !ok && strstr(e.text, want + 1) : ok && !strcmp(got, want);
-        CHECK(right, "%s: %s%s", text, got, e.text);
-        rendered_free(&r);
-    }
+    each_template(all, check_template);
     return NULL;
 }
 
 static void test_chat_templates(void) {   // with as little stack as llm.c says that a call takes
     pthread_t thread;
     pthread_attr_t small;
+    char *all = read_all("golden/templates.tsv", NULL);
     setenv("SOURCE_DATE_EPOCH", "1795305600", 1);
     setenv("LOCPATH", test.dir, 1);   // the program around writes 1,5, if localedef knows how
     if (!system("localedef -c -i de_DE -f UTF-8 $D/de_DE.UTF-8 >$D/out 2>&1"))
         CHECK(setlocale(LC_ALL, "de_DE.UTF-8"), "no locale");
     pthread_attr_init(&small);
     pthread_attr_setstacksize(&small, 512 << 10);
-    REQUIRE(!pthread_create(&thread, &small, render_all, NULL), "no thread");
+    REQUIRE(!pthread_create(&thread, &small, render_all, all), "no thread");
     pthread_join(thread, NULL);
     pthread_attr_destroy(&small);
     setlocale(LC_ALL, "C");
@@ -6606,6 +6473,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     return 0;
 }
 
+static void fuzz_seed(const char *text, const char *want) {
+    static int n;   // some that end in an error run until the steps are used up
+    if (*want != '!') write_file(scratch(text_of("template-%d", n++)), text, strlen(text));
+}
+
 static void fuzz_end(void) {
     printf("%s: %zu tried, %zu not refused\n", fuzz.target->name, fuzz.tried, fuzz.worked);
 }
@@ -6639,11 +6511,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
         write_gguf(&w, path);
         if (i >= COUNT(SHAPES)) fuzz.tokenizer[k] = open_tokenizer(path);
     }
-    for (size_t i = 0; i < COUNT(TEMPLATES); i++) {
-        if (*TEMPLATES[i].want == '!') continue;   // some of these run until the steps are used up
-        FILE *f = fopen(scratch(text_of("template-%zu", i)), "w");
-        if (!f || fputs(TEMPLATES[i].text, f) < 0 || fclose(f)) abort();
-    }
+    each_template(read_all("golden/templates.tsv", NULL), fuzz_seed);
     return atexit(fuzz_end);
 }
 #define main test_main   // libFuzzer has one
