@@ -8,6 +8,7 @@
 //   TEST llm ARGUMENTS     is the engine itself, so that a sanitizer sees the command line too
 //   TEST model TYPE FILE [SHAPE]   writes a model for `make bench`, `make scenarios`
 //   TEST scenario ...      is one run of `make scenarios`
+//   TEST answer ...        says what guesses are worth where the answer is known
 //
 // A test compares with outputs recorded from llama.cpp (golden/), with the plain engine of llm.c's
 // Part I, or with a reference in double written here from the formula. Models that no golden file
@@ -481,31 +482,30 @@ static const char PARTS[] =
     "output:32,64:^!T!E+O attn_norm:32:!0!p!E!X+n attn_norm_2:32:2+n ffn_norm:32:!0!p!E!1!a!w+n "
     "post_attention_norm:32:a+n post_attention_norm:32:p+n post_attention_norm:32:t+n "
     "post_ffw_norm:32:p+n post_ffw_norm:32:t+n post_attention_norm:32:9 post_ffw_norm:32:9 "
-    "attn_output_norm:32:E+n attn_output_norm:32:w "
-    "attn_norm_2:32:h+n layer_output_norm:32:E+n attn_qkv:32,128:f+b attn_q:32,64:!f!d!q!8+b "
-    "attn_q:32,128:d!l!v attn_q_a:32,24:q!8 attn_q_a_norm:24:q!8 attn_q_b:24,64:q!8 "
-    "attn_kv_a_mqa:32,28:c attn_kv_a_norm:20:c attn_kv_b:20,96:y attn_k_b:8,20,4:c!y "
-    "attn_v_b:20,16,4:c!y attn_qkv:32,192:dv!l attn_k:32,32:!f!l!v!c+b attn_v:32,32:!f!l!v!c+b "
-    "attn_output:64,32:!l!8+o attn_q_norm:16:k!l attn_k_norm:16:k!l attn_q_norm:64:K "
-    "attn_k_norm:32:K attn_q_norm:16,4:j attn_k_norm:16,2:j attn_sinks:4:i attn_qkv:32,64:l!J "
-    "attn_gate:32,32:l!J ssm_ba:32,8:lD ssm_alpha:32,4:l!D ssm_beta:32,4:l!D ssm_conv1d:4,64:l "
-    "ssm_dt.bias:4:l ssm_a:4:l ssm_norm:8:l ssm_out:32,32:l ffn_gate:32,48:e ffn_up:32,48:e "
-    "ffn_down:48,32:e ffn_gate_inp.scale:32:e ffn_down_exps.scale:6:e pre_ffw_norm_2:32:e "
-    "post_ffw_norm_1:32:e post_ffw_norm_2:32:e per_layer_token_embd:24,64:^z "
-    "per_layer_model_proj:32,24:^z per_layer_proj_norm:6:^z inp_gate:32,6:z proj:6,32:z "
-    "post_norm:32:z layer_output_scale:1:z ffn_gate:32,48:!x!g!u+B ffn_up:32,48:!x!u+B "
-    "ffn_up:32,96:u+B ffn_down:48,32:!x+B ffn_gate_inp:32,6:x+B ffn_gate_up_exps:32,96,6:xm "
-    "ffn_gate_exps:32,48,6:x!m!g+B ffn_up_exps:32,48,6:x!m!L+B ffn_down_exps:48,32,6:x!L+B "
-    "ffn_gate_shexp:32,48:s!g exp_probs_b.bias:6:r ffn_up_shexp:32,48:s ffn_down_shexp:48,32:s "
-    "ffn_gate_inp_shexp:32:S ffn_latent_down:32,20:L ffn_up_exps:20,48,6:L ffn_down_exps:48,20,6:L "
-    "ffn_latent_up:20,32:L ssm_in:32,138:M ssm_conv1d:3,102:M+M ssm_dt.bias:6:M ssm_a:6:M "
-    "ssm_d:6:M ssm_norm:10,3:M ssm_out:30,32:M shortconv.in_proj:32,96:C shortconv.conv:3,32:C "
-    "shortconv.out_proj:32,32:C attn_gate:32,4:G!8 attn_gate:32,64:V!8 attn_q:32,32:8 "
-    "attn_output:32,32:8 ssm_conv1d_q:4,32:=8 ssm_conv1d_k:4,32:=8 ssm_conv1d_v:4,32:=8 "
-    "ssm_f_a:32,480:8A ssm_f_b:480,32:8A ssm_f_a:32,32:8!A ssm_g_a:32,480:8A ssm_g_b:480,32:8A "
-    "ssm_g_a:32,32:8!A ssm_beta:32,4:8 ssm_a:4:8 ssm_dt.bias:32:8 ssm_norm:8:8 ssm_in:32,96:lJ "
-    "nextn.eh_proj:64,32:7 nextn.enorm:32:7 nextn.hnorm:32:7 attn_q.bias:64:6 attn_k.bias:32:6 "
-    "attn_v.bias:32:6";
+    "attn_output_norm:32:E+n attn_output_norm:32:w attn_norm_2:32:h+n layer_output_norm:32:E+n "
+    "attn_qkv:32,128:f+b attn_q:32,64:!f!d!q!8+b attn_q:32,128:d!l!v attn_q_a:32,24:q!8 "
+    "attn_q_a_norm:24:q!8 attn_q_b:24,64:q!8 attn_kv_a_mqa:32,28:c attn_kv_a_norm:20:c "
+    "attn_kv_b:20,96:y attn_k_b:8,20,4:c!y attn_v_b:20,16,4:c!y attn_qkv:32,192:dv!l "
+    "attn_k:32,32:!f!l!v!c+b attn_v:32,32:!f!l!v!c+b attn_output:64,32:!l!8+o attn_q_norm:16:k!l "
+    "attn_k_norm:16:k!l attn_q_norm:64:K attn_k_norm:32:K attn_q_norm:16,4:j attn_k_norm:16,2:j "
+    "attn_sinks:4:i attn_qkv:32,64:l!J attn_gate:32,32:l!J ssm_ba:32,8:lD ssm_alpha:32,4:l!D "
+    "ssm_beta:32,4:l!D ssm_conv1d:4,64:l ssm_dt.bias:4:l ssm_a:4:l ssm_norm:8:l ssm_out:32,32:l "
+    "ffn_gate:32,48:e ffn_up:32,48:e ffn_down:48,32:e ffn_gate_inp.scale:32:e "
+    "ffn_down_exps.scale:6:e pre_ffw_norm_2:32:e post_ffw_norm_1:32:e post_ffw_norm_2:32:e "
+    "per_layer_token_embd:24,64:^z per_layer_model_proj:32,24:^z per_layer_proj_norm:6:^z "
+    "inp_gate:32,6:z proj:6,32:z post_norm:32:z layer_output_scale:1:z ffn_gate:32,48:!x!g!u+B "
+    "ffn_up:32,48:!x!u+B ffn_up:32,96:u+B ffn_down:48,32:!x+B ffn_gate_inp:32,6:x+B "
+    "ffn_gate_up_exps:32,96,6:xm ffn_gate_exps:32,48,6:x!m!g+B ffn_up_exps:32,48,6:x!m!L+B "
+    "ffn_down_exps:48,32,6:x!L+B ffn_gate_shexp:32,48:s!g exp_probs_b.bias:6:r "
+    "ffn_up_shexp:32,48:s ffn_down_shexp:48,32:s ffn_gate_inp_shexp:32:S ffn_latent_down:32,20:L "
+    "ffn_up_exps:20,48,6:L ffn_down_exps:48,20,6:L ffn_latent_up:20,32:L ssm_in:32,138:M "
+    "ssm_conv1d:3,102:M+M ssm_dt.bias:6:M ssm_a:6:M ssm_d:6:M ssm_norm:10,3:M ssm_out:30,32:M "
+    "shortconv.in_proj:32,96:C shortconv.conv:3,32:C shortconv.out_proj:32,32:C attn_gate:32,4:G!8 "
+    "attn_gate:32,64:V!8 attn_q:32,32:8 attn_output:32,32:8 ssm_conv1d_q:4,32:=8 "
+    "ssm_conv1d_k:4,32:=8 ssm_conv1d_v:4,32:=8 ssm_f_a:32,480:8A ssm_f_b:480,32:8A "
+    "ssm_f_a:32,32:8!A ssm_g_a:32,480:8A ssm_g_b:480,32:8A ssm_g_a:32,32:8!A ssm_beta:32,4:8 "
+    "ssm_a:4:8 ssm_dt.bias:32:8 ssm_norm:8:8 ssm_in:32,96:lJ nextn.eh_proj:64,32:7 "
+    "nextn.enorm:32:7 nextn.hnorm:32:7 attn_q.bias:64:6 attn_k.bias:32:6 attn_v.bias:32:6";
 
 typedef struct {
     const char *arch;
@@ -2209,16 +2209,15 @@ static void test_every_architecture(void) {
 #define GATES_AS_ROW "dbrx ernie4_5-moe gemma4 gpt-oss granite_swa granitehybrid granitemoe " \
     "hunyuan-moe llama llama4 maple mellum mimo2 olmoe phimoe qwen2moe qwen35moe qwen3moe " \
     "qwen3next qwen3vlmoe "   // what their row of ARCHS says of experts is all that there is
+#define ONE_ROPE "cohere2 cohere2moe exaone-moe exaone4 granite_swa lfm2 mellum olmo2 "
 static const struct { const char *name, *asked, *without; } LISTS[] = {
     {"expert_gating_func", "x", GATES_AS_ROW "bailingmoe deepseek nemotron_h_moe"},
     {"expert_weights_norm", "x", GATES_AS_ROW "deepseek kimi-linear lfm2moe minimax-m2 "
      "smallthinker"},
     {"expert_weights_scale", "x", GATES_AS_ROW "lfm2moe minimax-m2 smallthinker"},
-    {"rope.freq_base_swa", "~", "cohere2 cohere2moe exaone-moe exaone4 granite_swa lfm2 mellum "
-     "olmo2"},
-    {"rope.dimension_count_swa", "~", "cohere2 cohere2moe exaone-moe exaone4 gemma-embedding "
-     "gemma2 gemma3 gpt-oss granite_swa lfm2 llama4 mellum mimo2 modern-bert olmo2 plamo3 "
-     "smallthinker"},
+    {"rope.freq_base_swa", "~", ONE_ROPE},
+    {"rope.dimension_count_swa", "~", ONE_ROPE "gemma-embedding gemma2 gemma3 gpt-oss llama4 "
+     "mimo2 modern-bert plamo3 smallthinker"},
     {"shortconv.l_cache", "C", NULL}, {"kda.head_dim", "AU", NULL},
     {"attn_norm.weight", "t9", "afmoe muse-glimmer plamo3"},   // others are refused without it
     {"ffn_norm.weight", "t9", "afmoe muse-glimmer plamo3"},
@@ -2998,8 +2997,7 @@ static void each_template(const char *all, void (*fn)(const char *text, const ch
     CHECK(n == 111, "%d templates", n);
 }
 
-// «» enclose what is marked, what others than the model wrote. "!" begins what the line of an error
-// must hold.
+// «» enclose what is marked, which others than the model wrote. "!" begins a part of an error.
 static void check_template(const char *text, const char *want) {
     Rendered r;
     Error e = {""};
@@ -4820,9 +4818,6 @@ static void *soft_symbol(void *from, const char *name) {
 #endif
 
 // ==== tests of kernels.metal and metal.c ====
-//
-// Kernels, each against the CPU or a reference written from the formula, over all formats, ragged
-// sizes and three schedules; whole models through metal.c against the CPU; failures of the host.
 
 #ifdef LLM_CUDA
 static void check_cache(const Model *m) {   // images that the driver refuses are compiled anew
