@@ -2973,8 +2973,8 @@ static const ChatMessage TALK[] = {{{"system", 6}, {"Be brief.", 9}}, {{"user", 
     {" Hi <b>\n", 8}}, {{"assistant", 9}, {"<x>Yo", 5}}, {{"user", 4}, {"End.", 4}}};
 
 // golden/templates.tsv has a template a line, a tab, and what it must print for this conversation,
-// with pictures of control characters (U+2400 on) in their place.
-static void control_characters(char *s) {   // takes the place of their pictures
+// in which control characters stand as their pictures (U+2400 on).
+static void control_characters(char *s) {   // puts them where their pictures stand
     char *to = s;
     for (; *s; s++) {
         bool picture = s[0] == '\xE2' && s[1] == '\x90';
