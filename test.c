@@ -5165,9 +5165,9 @@ static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff) {
     float *normed = need(dim * sizeof *normed), *h = need(ff * sizeof *h);
     x.m.config.dim = dim;
     x.w = (Layer){.ff = ff, .o = lab_matrix(g, type, dim, inner),
-                  .gate = lab_matrix(g, type, ff, dim), .down = lab_matrix(g, type, dim, ff),
+                  .gate = lab_matrix(g, type, ff, dim),
                   .up = lab_matrix(g, other_format(type), ff, dim),
-                  .ffn_norm = lab_norm(g, dim, 0)};
+                  .down = lab_matrix(g, type, dim, ff), .ffn_norm = lab_norm(g, dim, 0)};
     x.s = (Session){.o.gpu_block = true, .att = lab_floats(g, inner, 0.01f),
                     .x = lab_floats(g, dim, 1), .gate = lab_floats(g, ff, 1)};
     float *sum = product_of(&x.w.o, x.s.att, 1, false);
@@ -5358,10 +5358,9 @@ static void lab_ring_experts(const Lab *x, const float *in, const Norm *lazy, co
 
 // n experts, of which a token uses 3, and maybe a shared one. Two experts are equal, or all: then
 // the first are chosen.
-static Layer lab_experts_layer(Gpu *g, int type, int n) {
-    int ff = format_cols(type, false), both = 1 + type % 2;   // one tensor for gate and up
-    Matrix router = lab_matrix(g, FORMAT_F32, n + 1, ff);
-    float *scales = type % 5 ? NULL : lab_floats(g, n + 2, 2), *route = (float *)router.data;
+static Layer lab_experts_layer(Gpu *g, int type, int n, Matrix router, const float *scales) {
+    int ff = router.cols, both = 1 + type % 2;   // one tensor for gate and up
+    float *route = (float *)router.data;
     memcpy(route + 4 * ff, route + 2 * ff, 4 * ff);
     for (int e = 1; e < n && type == FORMAT_F16; e++) memcpy(route + e * ff, route, 4 * ff);
     Layer w = {.ff = ff, .n_used = 3, .router = matrix_rows(router, 0, n),
@@ -5370,11 +5369,11 @@ static Layer lab_experts_layer(Gpu *g, int type, int n) {
     for (int i = 0; i < (type % 3 ? 6 : 3); i++) {
         int format = (i < 3) == (i % 3 != 1) ? type : other_format(type);
         int rows = i < 2 ? both * ff : ff, many = i < 3 ? n : 1;
-        *m[i] = lab_matrix(g, format, many * rows, ff);
-        if ((type % 3 == 1) == (i > 2)) m[i]->bias = lab_floats(g, many * rows, 1);
-        m[i]->step = rows * quant_row_bytes(format, ff);
+        bool joint = i == 1 && both > 1, biased = (type % 3 == 1) == (i > 2);
+        *m[i] = joint ? matrix_rows(w.gate, ff, ff) : lab_matrix(g, format, many * rows, ff);
+        if (biased && !joint) m[i]->bias = lab_floats(g, many * rows, 1);
+        m[i]->step = rows * quant_row_bytes(m[i]->type, ff);
         m[i]->rows = ff;
-        if (i == 1 && both > 1) w.up = matrix_rows(w.gate, ff, ff);
         if (scales && i < 3) m[i]->scale = scales + i;
     }
     if (type % 3 && type % 4 > 1) w.shared_router = matrix_rows(router, n, 1);
@@ -5423,13 +5422,14 @@ static void lab_experts(Gpu *g, int type, int n) {
     int dim = format_cols(type, false), choices = n * USED, rows = larger(n, USED);
     bool chunk = n > FEW, inputs = type % 4 == 1 || type == FORMAT_F32;   // are weighed
     if (chunk) test.seed = type;   // other tests' draws must not decide how near the limit it comes
-    float *other = lab_floats(g, n * dim, 1), *y = lab_floats(g, n * dim, 1);
-    float *in = lab_floats(g, n * dim, 1);
-    x.w = lab_experts_layer(g, type, E);
+    Matrix router = lab_matrix(g, FORMAT_F32, E + 1, dim);
+    float *scales = type % 5 ? NULL : lab_floats(g, E + 2, 2), *other = lab_floats(g, n * dim, 1);
+    float *in = lab_floats(g, n * dim, 1), *y = lab_floats(g, n * dim, 1);
     if (chunk) round_floats(in, n * dim);
     else if (format_block(type) > 1)   // none is near the middle of two codes, whatever its weight
         memcpy(in, lab_rounded(in, NULL, n, dim), n * dim * sizeof *in);
     Norm weights = lab_norm(g, dim, 0);
+    x.w = lab_experts_layer(g, type, E, router, scales);
     const Norm *lazy = chunk || inputs ? NULL : &weights;
     x.m.config = (Config){.dim = dim, .eps = 1e-5f, .n_expert = E, .act = type % 4, .causal = true,
                           .gating = 1 + type % 2, .weights_normed = type % 3 > 0,
@@ -5461,7 +5461,8 @@ static void lab_experts(Gpu *g, int type, int n) {
                     chunk ? (1 + inputs) * 1e-3 : 1e-5);
     if (type > FORMAT_F16) return;
     in[0] = NAN;   // some expert is chosen, whatever the scores
-    lab_run_experts(&x, in, NULL, other, y);
+    run_choice(lab_begin(&x), &x.w, (Input){in, NULL}, n);
+    lab_end(&x, "experts of NaN");
 }
 
 static void kernel_experts(Gpu *g, int type) {
