@@ -5521,7 +5521,7 @@ static List pairs_of(Template *t, Value v) {   // of a dict, as tuples of two
 
 // A row has names and at most MOST_PARAMS parameters. A filter or method is applied to the first of
 // them. To add a name, add it here, if it is a method or function also to one of the lists below,
-// then its result to builtin or text_builtin, and a row to TEMPLATES in test.c.
+// then its result to builtin or text_builtin, and a line to golden/templates.tsv.
 static const char *const BUILTINS[] = {
     "upper lower capitalize title _title string safe (s)", "split (s, sep, maxsplit=-1)",
     "trim strip lstrip rstrip (s, chars=none)", "startswith endswith find rfind (s, x)",
