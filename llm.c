@@ -6782,10 +6782,11 @@ static void narrow(const float *x, int n, uint16_t *to) {
 
 // ---- 29. products of a few tokens ----
 //
-// token_pack rounds the activations to TokenActs. Then the matvec function of the weights' format,
-// which matmul finds in `formats`, decodes 256 weights at a time and adds their products (dot256).
-// Up to FEW tokens meet the same decoded weights. Each token has sums of its own, added in the same
-// order as if it were alone, so its numbers do not depend on other tokens.
+// First the activations are packed, those for block formats rounded to int8 (token_pack). Then the
+// matvec function of the weights' format, which matmul finds in `formats`, adds the products of 256
+// weights at a time (dot256), or of FLOAT_STEP floats (dot_floats). Up to FEW tokens meet the same
+// decoded weights. Each token has sums of its own, added in the same order as if it were alone, so
+// its numbers do not depend on other tokens.
 
 // Rounds 32 floats to int8 codes q = x / d and returns d, rounded to f16 as in ggml. `sum` gets the
 // sums of the first 16 codes, of the other 16 and of all. Positive floats have the order of their
@@ -6832,11 +6833,18 @@ static void token_pack(UNUSED const Matrix *w, const float *x, int n, UNUSED int
     }
 }
 
+// copies floats, with zeros behind up to 256
+static void token_floats(UNUSED const Matrix *w, const float *x, int n, UNUSED int t, void *acts) {
+    memset((float *)acts + n, 0, (256 - n) * sizeof *x);
+    memcpy(acts, x, n * sizeof *x);
+}
+
 // decodes 256 weights d q + m, in TokenActs' order, to q[256], d[16], m[16]; nothing aliases b
 #define DECODE_ARGS const uint8_t *restrict b, int8_t *q, float *d, float *m
 typedef void DecodeFn(DECODE_ARGS);
+typedef vf LoadFn(const void *);   // LANES float weights
 // computes rows r .. end-1 of out, without the matrix's scale and bias, for the job's n <= FEW
-// tokens; x is TokenActs [n][cols/256] for block formats, else the job's x
+// tokens; x is [n][cols/256] as token_pack packs it for block formats, else as token_floats does
 #define MATVEC_ARGS const Matmul *job, const void *x, int64_t r, int64_t end
 typedef void MatvecFn(MATVEC_ARGS);
 
@@ -6865,9 +6873,9 @@ static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
 //
 // A format with offsets has weights d q + m, and sums[t][1] collects m times the known sums of
 // activations. A format with a bias has no offsets. If products take unsigned codes, the bias is
-// added to them, sums[t][1] collects d times the sums, and block_matvec subtracts bias times that.
+// added to them, sums[t][1] collects d times the sums, and rows_matvec subtracts bias times that.
 INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int tokens,
-                   const TokenActs *const *acts, size_t at, vf sums[][2]) {
+                   const void *const *acts, size_t at, vf sums[][4]) {
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
     bool as_signed = f->bias && !CODE_BIAS && !f->pairs_top;
@@ -6877,7 +6885,7 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int toke
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf scale = load_f32(d + i), offset = load_f32((f->bias ? d : m) + i);
         UNROLL for (int t = 0; t < tokens; t++) {
-            const TokenActs *x = acts[t] + at;
+            const TokenActs *x = (const TokenActs *)acts[t] + at;
             vf scales = scale * load_f32(x->d + i), *sum = sums[t];
             vi pairs, dot[2] = {{0}};   // of the groups' first and second halves; or [0] of all
             if (!as_signed) sum[1] += offset * load_f32(x->s + i);
@@ -6895,6 +6903,20 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int toke
     }
 }
 
+// Adds the products of FLOAT_STEP weights at b and each token's activations to the lanes of
+// sums[t]. A token has four sums, because an addition takes four cycles, and additions to one sum
+// wait for one another.
+enum { FLOAT_STEP = 8 * LANES };
+INLINE void dot_floats(LoadFn *load, int size, const uint8_t *b, int tokens,
+                       const void *const *acts, size_t at, vf sums[][4]) {
+    vf weights[8];
+    UNROLL for (int j = 0; j < 8; j++) weights[j] = load(b + j * LANES * size);
+    UNROLL for (int t = 0; t < tokens; t++) {
+        const float *x = (const float *)acts[t] + at * FLOAT_STEP;
+        UNROLL for (int j = 0; j < 8; j++) sums[t][j % 4] += weights[j] * load_f32(x + j * LANES);
+    }
+}
+
 // Writes the sums of the lanes of sums [n][LANES], LANES rows at once because that costs as much as
 // 256 weights. Tokens of out lie `step` floats apart. Inlined, it would take long to compile.
 static __attribute__((noinline)) void put_sums(vf sums[][LANES], int n, int rows, float *out,
@@ -6905,127 +6927,68 @@ static __attribute__((noinline)) void put_sums(vf sums[][LANES], int n, int rows
     }
 }
 
-// `tokens`, job->n or more, is a constant, so that sums stay in registers; the last token repeats.
-INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_ARGS) {
-    int64_t cols = job->w->cols, step = (cols + 255) / 256;
-    int bytes = f->bytes, n = job->n;
-    int64_t whole = cols / 256, rest = cols % 256 * bytes / 256;
+// `together` rows at a time, 1 or 2, meet the activations of `tokens` tokens; if that is more than
+// job->n, the last token repeats. Both numbers are constants, so that sums stay in registers.
+INLINE void rows_matvec(DecodeFn *decode, LoadFn *load, const Format *f, int together, int tokens,
+                        MATVEC_ARGS) {
+    int step = f->block ? 256 : FLOAT_STEP, bytes = f->bytes * step / 256, n = job->n;
+    int64_t cols = job->w->cols, row = cols * f->bytes / 256, steps = (cols + step - 1) / step;
+    int64_t whole = cols / step, rest = row - whole * bytes;
+    size_t act_bytes = (cols + 255) / 256 * (f->block ? sizeof(TokenActs) : 256 * sizeof(float));
     const uint8_t *b = weight_at(job->w, r, 0);
-    const TokenActs *acts[FEW];
+    const void *acts[FEW];
     vf sums[FEW][LANES];
-    uint8_t last[512];   // the weights that end a row, with zeros behind
+    uint8_t last[2][512];   // the weights that end a row, with zeros behind
     if (rest) memset(last, 0, sizeof last);
-    for (int t = 0; t < tokens; t++) acts[t] = (const TokenActs *)x + smaller(t, n - 1) * step;
-    // With four lanes two rows of q4_0, whose decoder leaves registers free, share the loads of x.
-    bool pairs = LANES == 4 && tokens == 1 && f->bias == 8 && !rest;
+    for (int t = 0; t < tokens; t++) acts[t] = (const char *)x + smaller(t, n - 1) * act_bytes;
     for (; r < end; r += LANES) {
-        int i = 0, rows = smaller(end - r, LANES);
+        int rows = smaller(end - r, LANES);
         if (rows < LANES) memset(sums, 0, sizeof sums);   // put_sums reads all
-        for (; pairs && i + 1 < rows; i += 2, b += step * bytes) {
-            vf sum[2][1][2] = {{{{0}}}};
-            for (int64_t k = 0; k < step; k++, b += bytes) {
-                const uint8_t *two[2] = {b, b + step * bytes};
-                UNROLL for (int j = 0; j < 2; j++) prefetch_ahead(two[j], bytes);
-                UNROLL for (int j = 0; j < 2; j++) dot256(decode, f, two[j], 1, acts, k, sum[j]);
-            }
-            UNROLL for (int j = 0; j < 2; j++)
-                sums[0][i + j] = sum[j][0][0] - sum[j][0][1] * (float)f->bias;
-        }
-        for (; i < rows; i++) {
-            vf sum[FEW][2] = {{{0}}};
-            const uint8_t *from = b;
-            if (rest) memcpy(last, b + whole * bytes, rest);
-            for (int64_t k = 0; k < step; k++, from += bytes) {
-                if (k == whole) from = last;
-                prefetch_ahead(from, bytes);
-                dot256(decode, f, from, tokens, acts, k, sum);
-            }
-            b += whole * bytes + rest;
-            UNROLL for (int t = 0; t < tokens; t++)
-                sums[t][i] = sum[t][0] + sum[t][1] * (f->bias ? -(float)f->bias : 1);
+        for (int i = 0; i < rows; i += together, b += together * row) {
+            const uint8_t *from[2] = {b, i + 1 < rows ? b + row : b};   // a last row repeats
+            vf sum[2][FEW][4] = {{{{0}}}};
+            for (int j = 0; j < together && rest; j++)
+                memcpy(last[j], from[j] + whole * bytes, rest);
+            for (int64_t k = 0; k < steps; k++)
+                UNROLL for (int j = 0; j < together; j++) {
+                    if (k == whole) from[j] = last[j];
+                    prefetch_ahead(from[j], bytes);
+                    if (f->block) dot256(decode, f, from[j], tokens, acts, k, sum[j]);
+                    else dot_floats(load, f->bytes / 256, from[j], tokens, acts, k, sum[j]);
+                    from[j] += bytes;
+                }
+            UNROLL for (int j = 0; j < together; j++)
+                UNROLL for (int t = 0; t < tokens; t++) {
+                    const vf *s = sum[j][t];
+                    if (f->block) sums[t][i + j] = s[0] + s[1] * (f->bias ? -(float)f->bias : 1);
+                    else sums[t][i + j] = (s[0] + s[1]) + (s[2] + s[3]);
+                }
         }
         put_sums(sums, n, rows, job->out + r, output_step(job->w));
     }
 }
 
-// A row has four sums, because an addition takes four cycles and additions to one sum wait for one
-// another. Two vectors go to each sum before the next token's turn.
-INLINE void float_matvec(vf load(const void *), int size, int n, MATVEC_ARGS) {
-    enum { STEP = 8 * LANES };
-    int64_t cols = job->w->cols, count;
-    const uint8_t *w = weight_at(job->w, r, 0);
-    vf sums[FEW][LANES];
-    uint8_t last[4 * STEP];    // the end of a row, with zeros behind
-    float edge[FEW][STEP];     // and its activations
-    if (cols % STEP) memset(last, 0, sizeof last);
-    if (cols % STEP) memset(edge, 0, sizeof edge);
-    bool pairs = LANES == 4 && n == 1 && cols % STEP == 0;   // two rows share the loads of x
-    for (; r < end; r += LANES) {
-        int i = 0, rows = smaller(end - r, LANES);
-        if (rows < LANES) memset(sums, 0, sizeof sums);   // put_sums reads all
-        for (; pairs && i + 1 < rows; i += 2, w += cols * size) {
-            vf sum[2][4] = {{{0}}};
-            for (int64_t k = 0; k < cols; k += STEP, w += STEP * size) {
-                const uint8_t *two[2] = {w, w + cols * size};
-                UNROLL for (int j = 0; j < 2; j++) prefetch_ahead(two[j], STEP * size);
-                UNROLL for (int j = 0; j < 8; j++) {
-                    vf y = load_f32((const float *)x + k + j * LANES);
-                    sum[0][j % 4] += load(two[0] + j * LANES * size) * y;
-                    sum[1][j % 4] += load(two[1] + j * LANES * size) * y;
-                }
-            }
-            UNROLL for (int j = 0; j < 2; j++)
-                sums[0][i + j] = (sum[j][0] + sum[j][1]) + (sum[j][2] + sum[j][3]);
-        }
-        for (; i < rows; i++) {
-            vf sum[FEW][4] = {{{0}}}, weights[8];
-            for (int64_t k = 0; k < cols; k += STEP, w += count * size) {
-                const float *y = (const float *)x + k;
-                const uint8_t *from = w;
-                size_t step = input_step(job->w);
-                count = smaller(cols - k, STEP);
-                prefetch_ahead(w, STEP * size);
-                if (count < STEP) {
-                    for (int t = 0; t < n; t++) memcpy(edge[t], y + t * step, count * sizeof *y);
-                    from = memcpy(last, w, count * size);
-                    y = edge[0];
-                    step = STEP;
-                }
-                UNROLL for (int j = 0; j < 8; j++) weights[j] = load(from + j * LANES * size);
-                for (int t = 0; t < n; t++, y += step)
-                    UNROLL for (int j = 0; j < 8; j++)
-                        sum[t][j % 4] += weights[j] * load_f32(y + j * LANES);
-            }
-            for (int t = 0; t < n; t++)
-                sums[t][i] = (sum[t][0] + sum[t][1]) + (sum[t][2] + sum[t][3]);
-        }
-        put_sums(sums, n, rows, job->out + r, output_step(job->w));
-    }
+INLINE void few_matvec(DecodeFn *decode, LoadFn *load, int type, MATVEC_ARGS) {
+    const Format *f = &formats[type];
+    // with four lanes two rows share the loads of x, where decoding leaves registers free (q4_0)
+    int together = LANES == 4 && (!f->block || f->bias == 8) ? 2 : 1;
+    if (job->n == 1) rows_matvec(decode, load, f, together, 1, job, x, r, end);
+    else if (job->n == 2) rows_matvec(decode, load, f, 1, 2, job, x, r, end);
+    else if (job->n <= 4) rows_matvec(decode, load, f, 1, 4, job, x, r, end);
+    else rows_matvec(decode, load, f, 1, FEW, job, x, r, end);
 }
 
-INLINE void floats_matvec(vf load(const void *), int size, MATVEC_ARGS) {
-    if (job->n == 1) float_matvec(load, size, 1, job, x, r, end);
-    else float_matvec(load, size, job->n, job, x, r, end);
-}
-
-INLINE void few_matvec(DecodeFn *decode, const Format *f, MATVEC_ARGS) {
-    if (job->n == 1) block_matvec(decode, f, 1, job, x, r, end);
-    else if (job->n == 2) block_matvec(decode, f, 2, job, x, r, end);
-    else if (job->n <= 4) block_matvec(decode, f, 4, job, x, r, end);
-    else block_matvec(decode, f, FEW, job, x, r, end);
-}
-
-// Each format has a function of its own, in which its decoder, load and Format are constants.
+// Each format has a function of its own, in which its decoder or load and its Format are constants.
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
     INLINE void unpack_##name(DECODE_ARGS) { decode_##name((const void *)b, 0, 8, q, d, m); }      \
     static void matvec_##name(MATVEC_ARGS) {                                                       \
-        few_matvec(unpack_##name, &formats[id], job, x, r, end);                                   \
+        few_matvec(unpack_##name, NULL, id, job, x, r, end);                                       \
     }
 QUANT_TYPES(QUANT_X)
 #undef QUANT_X
-static void matvec_f32(MATVEC_ARGS) { floats_matvec(load_f32, 4, job, x, r, end); }
-static void matvec_f16(MATVEC_ARGS) { floats_matvec(load_f16, 2, job, x, r, end); }
-static void matvec_bf16(MATVEC_ARGS) { floats_matvec(load_bf16, 2, job, x, r, end); }
+static void matvec_f32(MATVEC_ARGS) { few_matvec(NULL, load_f32, QUANT_F32, job, x, r, end); }
+static void matvec_f16(MATVEC_ARGS) { few_matvec(NULL, load_f16, QUANT_F16, job, x, r, end); }
+static void matvec_bf16(MATVEC_ARGS) { few_matvec(NULL, load_bf16, QUANT_BF16, job, x, r, end); }
 
 // A pair is at most 254 times the largest code. That is at most twice the bias, or, without a bias,
 // below 2^bits of a weight in the file. 16 bits hold 8 * 254 * 16, 4 * 254 * 32 and 2 * 254 * 64.
@@ -7075,7 +7038,7 @@ typedef struct {
     int depth, task_rows;          // weights of a row in a panel; most rows of a task
     size_t act_bytes;              // of 256 activations of a batch, packed
     size_t panel_bytes;            // of `depth` weights of 16 rows
-    // packs count <= 256 activations x of number `token` of a batch; NULL: job->x is used as it is
+    // packs count <= 256 activations x of number `token` of a batch
     void (*pack)(const Matrix *w, const float *x, int count, int token, void *acts);
     // decodes weights k .. k+depth-1 of rows r .. r+15
     void (*decode)(const Matrix *w, int64_t r, int64_t k, int depth, void *panel);
@@ -7342,15 +7305,16 @@ static const Tile int8_tile = {.tokens = INT8_TOKENS, .step = 1024, .depth = INT
 // once (plan_job, pack_task). Then rows are cut into strips, and a task has a strip or half of one
 // (plan_tasks, matmul_task). Up to FEW tokens have no tiles, but their rows are cut up, too.
 
-// the two Tiles of a few tokens, which only say how activations are packed (floats are not)
-static const Tile float_token = {.tokens = 1};
+// the two Tiles of a few tokens, which only say how activations are packed
+static const Tile float_token = {.tokens = 1, .step = 8192, .act_bytes = 256 * sizeof(float),
+                                 .pack = token_floats};
 static const Tile block_token = {.tokens = 1, .step = 8192, .act_bytes = sizeof(TokenActs),
                                  .pack = token_pack};
 
 typedef struct {
     const Matmul *job;
     const Tile *tile;
-    const void *acts;                  // packed by this job or an earlier one, or job->x
+    const void *acts;                  // packed by this job or an earlier one
     uint64_t act_bytes;                // of a batch, all columns
     int first_pack, first_task;        // numbers of this job's first tasks
     int64_t task_rows;                 // of a strip
@@ -7449,12 +7413,11 @@ static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, con
     plan->job = job;
     plan->row_bytes = larger(quant_row_bytes(w->type, w->cols), 1);
     plan->tile = tile;
-    plan->acts = job->x;
     plan->act_bytes = (uint64_t)(w->cols + 255) / 256 * tile->act_bytes;
     while (same < plan && (same->job->x != job->x || same->job->n != job->n ||
                            same->job->w->cols != w->cols || same->tile != tile)) same++;
     if (same < plan) plan->acts = same->acts;
-    else if (tile->pack) {
+    else {
         packs = batches * ((w->cols - 1) / tile->step + 1);
         plan->acts = arena_take(arena, batches, plan->act_bytes);
     }
