@@ -5089,7 +5089,10 @@ static char *shadow(Template *t, const char *p) {   // NULL: p is not in the blo
 }
 
 // a, then b. If there is room behind a, only b is copied, so that a text which grows in many steps
-// costs no more than its bytes. One byte of room stays, so that no text touches the next one.
+// costs no more than its bytes. If not, both move to new memory, half of which is room. One byte of
+// room stays, so that no text touches the next one.
+//   text     T o :   B e   b r i e f . . . . .
+//   shadow   0 0 0 0 1 1 1 1 1 1 1 1 2 2 2 2 2     FOREIGN is 1, ROOM is 2
 static Str concat(Template *t, Str a, Str b) {
     size_t room = 0, size = 2 * (a.n + b.n) + 8;
     char *end = (char *)a.s + a.n, *mark = shadow(t, end);
@@ -5102,9 +5105,8 @@ static Str concat(Template *t, Str a, Str b) {
         return concat(t, concat(t, new, a), b);
     }
     memcpy(end, b.s, b.n);
-    const char *marks = shadow(t, b.s);
-    if (marks) memcpy(mark, marks, b.n);
-    else memset(mark, 0, b.n);
+    memset(mark, 0, b.n);
+    if (shadow(t, b.s)) memcpy(mark, shadow(t, b.s), b.n);
     return (Str){a.s, a.n + b.n};
 }
 
@@ -5150,10 +5152,9 @@ static Str strip(Template *t, Str s, Value set, int side) {
     return s;
 }
 
-// s in another case; how: u(pper), l(ower), c(apitalize), t(itle) or _, the method title. A capital
-// lies at one of these distances from its small letter; what has another, or none, is an error.
+// s in another case; how: u(pper), l(ower), c(apitalize), t(itle) or _, the method title. Capitals
+// of letters beyond ASCII are errors, because no table has them.
 static Str recased(Template *t, Str s, char how) {
-    static const int distances[] = {32, 1, 80, 48, 63, 37, 38, 64, -121, 40, 26, 16};
     uint64_t cased = CLASS('U') | CLASS('v'), before = 0, set;   // classes of characters
     Str out = NOTHING;
     for (size_t i = 0, n, more; i < s.n; i += n, before = set) {
@@ -5162,11 +5163,10 @@ static Str recased(Template *t, Str s, char how) {
         bool first = i == 0 || (how == 't' && strchr("-([{< \t\n", s.s[i - 1]));
         set = unicode_classes(c);
         if (how == '_') first = !(before & cased);
-        bool up = how == 'u' || (how != 'l' && first), small = set & (CLASS('v') | CLASS('W'));
-        uint32_t to = up ? c : unicode_lower(c);
-        for (size_t k = 0; up && small && to == c && k < COUNT(distances); k++)
-            if (unicode_lower(c - distances[k]) == c) to = c - distances[k];
-        if (up && set & CLASS('v') && (to == c || unicode_lower(to - 1) == c))
+        bool up = how == 'u' || (how != 'l' && first), ascii = c < 0x80;
+        uint32_t to = unicode_lower(c);
+        if (up) to = ascii ? (uint32_t)toupper(c) : c;
+        if (up && !ascii && set & (CLASS('v') | CLASS('W')))
             stop(t, "the capital of U+%04X is not known", c);
         if (c == 0x3A3 && !up && before & cased && !(unicode_classes(next) & cased)) to = 0x3C2;
         char bytes[6], *mark = shadow(t, s.s + i);
@@ -5521,10 +5521,10 @@ static const char *const BUILTINS[] = {
     "tojson (v, ensure_ascii=false, indent=none, separators=none, sort_keys=false)",
     "default d (v, default_value='', boolean=false)", "get (v, key, default=none)",
     "length count list first last items keys values dictsort reverse (v)",
-    "map (v, filter, x, y, attribute=none)", "round (v, precision=0, method='common')",
-    "sort unique min max (v, reverse=false, attribute=none)", "select reject (v, test, x)",
-    "selectattr rejectattr (v, attribute, test, x)", "namespace dict ()", "strftime_now (format)",
-    "range (start, stop=none, step=1)", "raise_exception (message)",
+    "map (v, filter, x, y, attribute=none)", "select reject (v, test, x)",
+    "sort unique min max (v, reverse=false, attribute=none)", "namespace dict ()",
+    "selectattr rejectattr (v, attribute, test, x)", "range (start, stop=none, step=1)",
+    "strftime_now (format)", "raise_exception (message)",
 };
 static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip replace split "
                                "startswith endswith find rfind format join";
@@ -5648,18 +5648,6 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
         if (*f.s == 'f' && isfinite(x)) return float_value(x);
         if (!(fabs(x) < 9e15)) stop(t, "a number is too large");
         return int_value((int64_t)x);
-    }
-    if (is(f, "round")) {   // as Python: a number in the middle goes to an even digit
-        Str how = to_text(t, a[2]);
-        int n = fmax(fmin(must_be(t, a[1], V_INT).i, 99), -99);   // more make no difference
-        double x = number(is_number(v) ? v : must_be(t, v, V_FLOAT)), z = x * pow(10, n);
-        char *s = obtain(t, 512);
-        sprintf(s, "%.*f", n < 0 ? 0 : n, x);   // exact, as z is not
-        if (is(how, "floor ceil")) z = (*how.s == 'f' ? floor(z) : ceil(z)) / pow(10, n) + 0.0;
-        else if (!is(how, "common")) stop(t, "'%.*s' is no way to round", STR_ARG(how));
-        else z = n < 0 ? rint(x / pow(10, -n)) * pow(10, -n) : strtod(s, NULL);
-        if (!isfinite(z)) stop(t, "a number is too large");
-        return is_int(v) && is(how, "common") ? int_value(z) : float_value(z);
     }
     if (is(f, "range")) {
         bool one = a[1].kind == V_NONE;   // range(end)

@@ -3035,10 +3035,10 @@ static const struct { const char *text, *want; } TEMPLATES[] = {
     {"{{ 'a-bb-a'.rfind('-') ~ 'aa'.rfind('aa') ~ 'a'.rfind('b') ~ 'éa-'.find('a') }}"
      "{{ 'ab'.startswith('a') ~ 'ab'.startswith('abc') }}"
      "{{ 'ab'.endswith('b') }}", "40-11TrueFalseTrue"},
-    {"{{ 'aB c-D'|title ~ 'éB'.capitalize() ~ 'aé жąÿ'|upper ~ 'AÉŸ ΣΟΣ İ'|lower ~ "
+    {"{{ 'aB c-D'|title ~ 'xÉB'.capitalize() ~ 'aÉ 中'|upper ~ 'AÉŸ ΣΟΣ İ'|lower ~ "
      "\"o'n 3d\".title() ~ \"o'n (d\"|title ~ messages[0].content|lower }}",
-     "Ab C-DÉbAÉ ЖĄŸaéÿ σος i̇O'N 3DO'n (D«be brief.»"}, {"{{ 'ß'|upper }}", "!U+00DF"},
-    {"{{ 'ǆ'|title }}", "!U+01C6"},
+     "Ab C-DXébAÉ 中aéÿ σος i̇O'N 3DO'n (D«be brief.»"}, {"{{ 'ß'|upper }}", "!U+00DF"},
+    {"{{ 'aé'|upper }}", "!U+00E9"}, {"{{ 'ⓐ'|title }}", "!U+24D0"},
     {"{{ ['a', 'b']|reject('in', ['a'])|join ~ ('a' is in 'ab') ~ (1 is not in [2]) ~ (3 is odd)"
      " ~ (2 is not even) ~ (3 is ge 3) ~ (3 is lessthan(2)) ~ ('upper' is filter) ~ (2 is ne 2) ~ "
      "[1, 2, 3]|select('>', 1)|join }}", "bTrueTrueTrueFalseTrueFalseTrueFalse23"},
@@ -3073,10 +3073,9 @@ static const struct { const char *text, *want; } TEMPLATES[] = {
     {"{{ [1, '\"', \"'\", '\\n\\\\é', none, {'k': (1.5, [])}] ~ (true,) ~ (1, 2, 3)[1:] ~ "
      "{'b': 1}|dictsort ~ ['\\'\"\\b', messages[3].content] }}", "[1, '\"', \"'\", '\\n\\\\é', "
      "None, {'k': (1.5, [])}](True,)(2, 3)[('b', 1)]['\\'\"\\x08', '«End.»']"},
-    {"{{ [2.5|round, 2.675|round(2), 25|round(-1), 42|round, 2.01|round(1, 'ceil'), (-0.5)|round("
-     "method='ceil'), 7|round(-1, 'floor'), '1e3'|float, 'x'|float, none|float(2), true|float, 1 "
-     "is sameas true, [1] is sameas [1], messages is sameas messages, true is sameas(true)] }}",
-     "[2.0, 2.67, 20, 42, 2.1, 0.0, 0.0, 1000.0, 0.0, 2, 1.0, False, False, True, True]"},
+    {"{{ ['1e3'|float, 'x'|float, none|float(2), true|float, 1 is sameas true, [1] is sameas [1], "
+     "messages is sameas messages, true is sameas(true)] }}",
+     "[1000.0, 0.0, 2, 1.0, False, False, True, True]"},
     {"{{ '12'|int + ' 3'|int }}{{ 'x'|int ~ 'x'|int(4) }}{{ range(5, 0, -2)|join "
      "~ -7 // 2 ~ 7 / 2 ~ +1 ~ (-1.7)|int ~ ' 1.7 '|int ~ '0x1'|int }}", "1504531-43.51-110"},
     {"{% set f = {'a': 0.2, 'b': 1e-3} %}{{ f.a ~ ' ' ~ f.b ~ ' ' ~ (0.1 + 0.2) }} "
@@ -3098,7 +3097,7 @@ static const struct { const char *text, *want; } TEMPLATES[] = {
     {"{% macro f(a) %}{{ a ~ caller(2, c=bos_token) if caller else a }}"
      "{% endmacro %}{% call(b, c) f(1) %}{{ b ~ c }}{% endcall %}{{ f(3) }}", "12<s>3"},
     {"{{ [1]|map('upper') }}", "!generator instead of int"}, {"{{ x|float }}", "!'x' is undefined"},
-    {"{{ 1.5|round(1, 'up') }}", "!'up' is no way"}, {"{{ '1'|round }}", "!str instead of float"},
+    {"{{ 1.5|round(1, 'up') }}", "!no filter 'round'"},
     {"{{ '1e999'|float }}", "!too large"}, {"{{ '%s'|format(1, 2) }}", "!too many"},
     {"{{ '{}'.format() }}", "!{} alone, with a value for each"}, {"{{ '%d'|format(1) }}", "!alone"},
     {"{{ '%%%s'|format(1) }}", "!%s alone"}, {"{{ '{0}'.format(1) }}", "!{} alone"},
