@@ -6929,7 +6929,7 @@ INLINE void rows_matvec(DecodeFn *decode, LoadFn *load, const Format *f, int tog
         for (int i = 0; i < rows; i += together, b += together * row) {
             const uint8_t *from[2] = {b, i + 1 < rows ? b + row : b};   // a last row repeats
             vf sum[2][FEW][4] = {{{{0}}}};
-            for (int j = 0; j < together && rest; j++)
+            if (rest) UNROLL for (int j = 0; j < together; j++)
                 memcpy(last[j], from[j] + whole * bytes, rest);
             for (int64_t k = 0; k < steps; k++)
                 UNROLL for (int j = 0; j < together; j++) {
