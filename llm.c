@@ -6855,7 +6855,7 @@ static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
 //
 // A format with offsets has weights d q + m, and sums[t][1] collects m times the known sums of
 // activations. A format with a bias has no offsets. If products take unsigned codes, the bias is
-// added to them, sums[t][1] collects d times the sums, and rows_matvec subtracts bias times that.
+// added to them, sums[t][1] collects d times the sums, and row_sum subtracts bias times that.
 INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int tokens,
                    const void *const *acts, size_t at, vf sums[][4]) {
     int8_t q[256] __attribute__((aligned(64)));
@@ -6909,8 +6909,14 @@ static __attribute__((noinline)) void put_sums(vf sums[][LANES], int n, int rows
     }
 }
 
-// `together` rows at a time, 1 or 2, meet the activations of `tokens` tokens; if that is more than
-// job->n, the last token repeats. Both numbers are constants, so that sums stay in registers.
+// a row's sum with one token, still in lanes, of those that dot256 or dot_floats has filled
+INLINE vf row_sum(const Format *f, const vf sum[4]) {
+    if (f->block) return sum[0] + sum[1] * (f->bias ? -(float)f->bias : 1);
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// One row at a time, or two (`together`), meets the activations of `tokens` tokens. If these are
+// more than job->n, the last one repeats. Both numbers are constants, so sums stay in registers.
 INLINE void rows_matvec(DecodeFn *decode, LoadFn *load, const Format *f, int together, int tokens,
                         MATVEC_ARGS) {
     int step = f->block ? 256 : FLOAT_STEP, bytes = f->bytes * step / 256, n = job->n;
@@ -6927,7 +6933,7 @@ INLINE void rows_matvec(DecodeFn *decode, LoadFn *load, const Format *f, int tog
         int rows = smaller(end - r, LANES);
         if (rows < LANES) memset(sums, 0, sizeof sums);   // put_sums reads all
         for (int i = 0; i < rows; i += together, b += together * row) {
-            const uint8_t *from[2] = {b, i + 1 < rows ? b + row : b};   // a last row repeats
+            const uint8_t *from[2] = {b, i + 1 < rows ? b + row : b};   // an odd last row repeats
             vf sum[2][FEW][4] = {{{{0}}}};
             if (rest) UNROLL for (int j = 0; j < together; j++)
                 memcpy(last[j], from[j] + whole * bytes, rest);
@@ -6940,11 +6946,8 @@ INLINE void rows_matvec(DecodeFn *decode, LoadFn *load, const Format *f, int tog
                     from[j] += bytes;
                 }
             UNROLL for (int j = 0; j < together; j++)
-                UNROLL for (int t = 0; t < tokens; t++) {
-                    const vf *s = sum[j][t];
-                    if (f->block) sums[t][i + j] = s[0] + s[1] * (f->bias ? -(float)f->bias : 1);
-                    else sums[t][i + j] = (s[0] + s[1]) + (s[2] + s[3]);
-                }
+                UNROLL for (int t = 0; t < tokens; t++)
+                    sums[t][i + j] = row_sum(f, sum[j][t]);
         }
         put_sums(sums, n, rows, job->out + r, output_step(job->w));
     }
