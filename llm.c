@@ -5163,10 +5163,10 @@ static Str recased(Template *t, Str s, char how) {
         bool first = i == 0 || (how == 't' && strchr("-([{< \t\n", s.s[i - 1]));
         set = unicode_classes(c);
         if (how == '_') first = !(before & cased);
-        bool up = how == 'u' || (how != 'l' && first), ascii = c < 0x80;
+        bool up = how == 'u' || (how != 'l' && first);
         uint32_t to = unicode_lower(c);
-        if (up) to = ascii ? (uint32_t)toupper(c) : c;
-        if (up && !ascii && set & (CLASS('v') | CLASS('W')))
+        if (up) to = c < 0x80 ? (uint32_t)toupper(c) : c;
+        if (up && c >= 0x80 && set & (CLASS('v') | CLASS('W')))
             stop(t, "the capital of U+%04X is not known", c);
         if (c == 0x3A3 && !up && before & cased && !(unicode_classes(next) & cased)) to = 0x3C2;
         char bytes[6], *mark = shadow(t, s.s + i);
@@ -6855,7 +6855,7 @@ static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
 //
 // A format with offsets has weights d q + m, and sums[t][1] collects m times the known sums of
 // activations. A format with a bias has no offsets. If products take unsigned codes, the bias is
-// added to them, sums[t][1] collects d times the sums, and row_sum subtracts bias times that.
+// added to them, sums[t][1] collects d times the sums, and row_lanes subtracts bias times that.
 INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int tokens,
                    const void *const *acts, size_t at, vf sums[][4]) {
     int8_t q[256] __attribute__((aligned(64)));
@@ -6909,8 +6909,8 @@ static __attribute__((noinline)) void put_sums(vf sums[][LANES], int n, int rows
     }
 }
 
-// a row's sum with one token, still in lanes, of those that dot256 or dot_floats has filled
-INLINE vf row_sum(const Format *f, const vf sum[4]) {
+// joins the sums of a row with one token, as dot256 or dot_floats left them; lanes stay apart
+INLINE vf row_lanes(const Format *f, const vf sum[4]) {
     if (f->block) return sum[0] + sum[1] * (f->bias ? -(float)f->bias : 1);
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
@@ -6947,7 +6947,7 @@ INLINE void rows_matvec(DecodeFn *decode, LoadFn *load, const Format *f, int tog
                 }
             UNROLL for (int j = 0; j < together; j++)
                 UNROLL for (int t = 0; t < tokens; t++)
-                    sums[t][i + j] = row_sum(f, sum[j][t]);
+                    sums[t][i + j] = row_lanes(f, sum[j][t]);
         }
         put_sums(sums, n, rows, job->out + r, output_step(job->w));
     }
