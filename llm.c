@@ -5098,7 +5098,10 @@ static char *shadow(Template *t, const char *p) {   // NULL: p is not in the blo
 }
 
 // a, then b. If there is room behind a, only b is copied, so that a text which grows in many steps
-// costs no more than its bytes. One byte of room stays, so that no text touches the next one.
+// costs no more than its bytes. If not, both move to new memory, half of which is room. One byte of
+// room stays, so that no text touches the next one.
+//   text     T o :   B e   b r i e f . . . . .
+//   shadow   0 0 0 0 1 1 1 1 1 1 1 1 2 2 2 2 2     FOREIGN is 1, ROOM is 2
 static Str concat(Template *t, Str a, Str b) {
     size_t room = 0, size = 2 * (a.n + b.n) + 8;
     char *end = (char *)a.s + a.n, *mark = shadow(t, end);
@@ -5111,9 +5114,8 @@ static Str concat(Template *t, Str a, Str b) {
         return concat(t, concat(t, new, a), b);
     }
     memcpy(end, b.s, b.n);
-    const char *marks = shadow(t, b.s);
-    if (marks) memcpy(mark, marks, b.n);
-    else memset(mark, 0, b.n);
+    memset(mark, 0, b.n);
+    if (shadow(t, b.s)) memcpy(mark, shadow(t, b.s), b.n);
     return (Str){a.s, a.n + b.n};
 }
 
@@ -5159,10 +5161,9 @@ static Str strip(Template *t, Str s, Value set, int side) {
     return s;
 }
 
-// s in another case; how: u(pper), l(ower), c(apitalize), t(itle) or _, the method title. A capital
-// lies at one of these distances from its small letter; what has another, or none, is an error.
+// s in another case; how: u(pper), l(ower), c(apitalize), t(itle) or _, the method title. Capitals
+// of letters beyond ASCII are errors, because no table has them.
 static Str recased(Template *t, Str s, char how) {
-    static const int distances[] = {32, 1, 80, 48, 63, 37, 38, 64, -121, 40, 26, 16};
     uint64_t cased = CLASS('U') | CLASS('v'), before = 0, set;   // classes of characters
     Str out = NOTHING;
     for (size_t i = 0, n, more; i < s.n; i += n, before = set) {
@@ -5171,11 +5172,10 @@ static Str recased(Template *t, Str s, char how) {
         bool first = i == 0 || (how == 't' && strchr("-([{< \t\n", s.s[i - 1]));
         set = unicode_classes(c);
         if (how == '_') first = !(before & cased);
-        bool up = how == 'u' || (how != 'l' && first), small = set & (CLASS('v') | CLASS('W'));
-        uint32_t to = up ? c : unicode_lower(c);
-        for (size_t k = 0; up && small && to == c && k < COUNT(distances); k++)
-            if (unicode_lower(c - distances[k]) == c) to = c - distances[k];
-        if (up && set & CLASS('v') && (to == c || unicode_lower(to - 1) == c))
+        bool up = how == 'u' || (how != 'l' && first);
+        uint32_t to = unicode_lower(c);
+        if (up) to = c < 0x80 ? (uint32_t)toupper(c) : c;
+        if (up && c >= 0x80 && set & (CLASS('v') | CLASS('W')))
             stop(t, "the capital of U+%04X is not known", c);
         if (c == 0x3A3 && !up && before & cased && !(unicode_classes(next) & cased)) to = 0x3C2;
         char bytes[6], *mark = shadow(t, s.s + i);
@@ -5274,7 +5274,6 @@ static Dict *new_dict(Template *t, Dict *outer) {
 
 static Value apply(Template *t, Str filter, Value v, Args more);
 static Str join(Template *t, Str by, List l);
-static List sorted(Template *t, List l, Value attribute, bool reverse, bool exact);
 static List pairs_of(Template *t, Value v);
 
 // The items that a loop over v sees: elements of a list, characters of a text, keys of a dict.
@@ -5342,8 +5341,7 @@ static void write_float(double f, char *s, size_t size) {   // in the fewest dig
     if (e >= -4 && e < 16) snprintf(s, size, "%.*f", digits > e ? digits - e : 1, f);
 }
 
-enum { PYTHON, JSON, SORTED };   // SORTED: JSON with the keys in order
-static Str written(Template *t, Str s, Value v, int json, Str line, Str indent);
+static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent);
 static Str to_text(Template *t, Value v) {   // as Python's str writes v
     char s[32];
     if (v.kind == V_STRING) return v.s;
@@ -5351,7 +5349,7 @@ static Str to_text(Template *t, Value v) {   // as Python's str writes v
     if (v.kind == V_NONE) return str("None");
     if (v.kind == V_BOOL) return str(v.i ? "True" : "False");
     if (v.kind == V_LIST || v.kind == V_DICT)
-        return written(t, NOTHING, v, PYTHON, NOTHING, NOTHING);
+        return written(t, NOTHING, v, false, NOTHING, NOTHING);
     if (v.kind == V_FLOAT) write_float(v.f, s, sizeof s);
     else snprintf(s, sizeof s, "%lld", (long long)must_be(t, v, V_INT).i);
     return concat(t, NOTHING, str(s));
@@ -5372,7 +5370,7 @@ static Str quoted(Template *t, Str s, Str text, bool json) {   // s, then text i
 }
 
 // s, then v as JSON or as Python has it; each element is behind `line` and `indent`, unless empty
-static Str written(Template *t, Str s, Value v, int json, Str line, Str indent) {
+static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent) {
     bool dict = v.kind == V_DICT;
     const char *brackets = dict ? "{}" : "[]";
     enter(t);
@@ -5384,7 +5382,6 @@ static Str written(Template *t, Str s, Value v, int json, Str line, Str indent) 
     if (v.tuple && !json) brackets = "()";
     List l = dict ? pairs_of(t, v) : v.list;
     Str inner = line.n ? concat(t, concat(t, NOTHING, line), indent) : NOTHING;
-    if (dict && json == SORTED) l = sorted(t, l, int_value(0), false, true);
     s = concat(t, s, (Str){brackets, 1});
     for (size_t i = 0; i < l.n; i++) {
         Value x = l.v[i];
@@ -5493,20 +5490,20 @@ static Value get(Template *t, Value x, Value attribute) {
     return x;
 }
 
-// the key by which an element is compared, unless `exact` in lower case
-static Value key_of(Template *t, Value v, Value attribute, bool exact) {
+// the key by which an element is compared; a text in lower case
+static Value key_of(Template *t, Value v, Value attribute) {
     v = get(t, v, attribute);
-    return v.kind == V_STRING && !exact ? string_value(recased(t, v.s, 'l')) : v;
+    return v.kind == V_STRING ? string_value(recased(t, v.s, 'l')) : v;
 }
 
-static List sorted(Template *t, List l, Value attribute, bool reverse, bool exact) {
+static List sorted(Template *t, List l, Value attribute, bool reverse) {
     List out = {0};
     Str before = str(reverse ? ">" : "<");
     for (size_t i = 0, k; i < l.n; i++) {
-        Value key = key_of(t, l.v[i], attribute, exact);
+        Value key = key_of(t, l.v[i], attribute);
         push(t, &out, l.v[i]);
         for (k = i; k; out.v[k] = out.v[k - 1], k--)
-            if (!operate(t, before, key, key_of(t, out.v[k - 1], attribute, exact)).i) break;
+            if (!operate(t, before, key, key_of(t, out.v[k - 1], attribute)).i) break;
         out.v[k] = l.v[i];
     }
     return out;
@@ -5527,13 +5524,12 @@ static const char *const BUILTINS[] = {
     "trim strip lstrip rstrip (s, chars=none)", "startswith endswith find rfind (s, x)",
     "replace (s, old, new)", "format _format (s, a, b, c, d, e)", "join (v, d='')",
     "indent (s, width=4, first=false, blank=false)", "int (v, default=0)", "float (v, default=0.0)",
-    "tojson (v, ensure_ascii=false, indent=none, separators=none, sort_keys=false)",
-    "default d (v, default_value='', boolean=false)", "get (v, key, default=none)",
-    "length count list first last items keys values dictsort reverse (v)",
-    "map (v, filter, x, y, attribute=none)", "round (v, precision=0, method='common')",
+    "tojson (v, ensure_ascii=false, indent=none)", "default d (v, default_value='', boolean=false)",
+    "length count list first last items keys values dictsort reverse (v)", "strftime_now (format)",
     "sort unique min max (v, reverse=false, attribute=none)", "select reject (v, test, x)",
-    "selectattr rejectattr (v, attribute, test, x)", "namespace dict ()", "strftime_now (format)",
-    "range (start, stop=none, step=1)", "raise_exception (message)",
+    "selectattr rejectattr (v, attribute, test, x)", "map (v, filter, x, y, attribute=none)",
+    "get (v, key, default=none)", "namespace dict ()", "range (start, stop=none, step=1)",
+    "raise_exception (message)",
 };
 static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip replace split "
                                "startswith endswith find rfind format join";
@@ -5622,9 +5618,9 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
                                                   int_value(1), (Value){0}, l).list);
     if (is(f, "reverse") && v.kind != V_STRING) v = list_value(items_of(t, v));
     if (is(f, "reverse")) return slice(t, v, none, none, int_value(-1));
-    if (is(f, "dictsort")) return list_value(sorted(t, pairs_of(t, v), int_value(0), false, false));
-    if (is(f, "sort")) return list_value(sorted(t, items_of(t, v), a[2], truth(a[1]), false));
-    if (is(f, "min max")) v = list_value(sorted(t, items_of(t, v), a[2], f.s[1] == 'a', false));
+    if (is(f, "dictsort")) return list_value(sorted(t, pairs_of(t, v), int_value(0), false));
+    if (is(f, "sort")) return list_value(sorted(t, items_of(t, v), a[2], truth(a[1])));
+    if (is(f, "min max")) v = list_value(sorted(t, items_of(t, v), a[2], f.s[1] == 'a'));
     if (is(f, "first last min max"))
         return member(t, list_value(items_of(t, v)), int_value(-(*f.s == 'l')));
     if (is(f, "map")) return chosen(t, f, v, a[4], a[1], (List){a + 2, !!a[2].kind + !!a[3].kind});
@@ -5635,7 +5631,7 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     if (is(f, "unique")) {
         Value keys = list_value(l);
         for (List all = items_of(t, v); all.n; all.n--, all.v++) {
-            Value key = key_of(t, *all.v, a[2], false);
+            Value key = key_of(t, *all.v, a[2]);
             if (!contains(t, keys, key)) push(t, &l, *all.v);
             push(t, &keys.list, key);
         }
@@ -5644,10 +5640,8 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     if (is(f, "tojson")) {
         bool lines = a[2].kind != V_NONE;
         Str indent = repeat(t, str(" "), lines ? must_be(t, a[2], V_INT).i : 0);
-        if (truth(a[1]) || a[3].kind != V_NONE)
-            stop(t, "tojson knows no ensure_ascii and no separators");
-        int json = truth(a[4]) ? SORTED : JSON;
-        return string_value(written(t, NOTHING, v, json, str(lines ? "\n" : ""), indent));
+        if (truth(a[1])) stop(t, "tojson knows no ensure_ascii");
+        return string_value(written(t, NOTHING, v, true, str(lines ? "\n" : ""), indent));
     }
     if (is(f, "int float")) {
         char *s = copy(t, strip(t, strip(t, to_text(t, v), none, LEFT), none, RIGHT)), *end;
@@ -5657,18 +5651,6 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
         if (*f.s == 'f' && isfinite(x)) return float_value(x);
         if (!(fabs(x) < 9e15)) stop(t, "a number is too large");
         return int_value((int64_t)x);
-    }
-    if (is(f, "round")) {   // as Python: a number in the middle goes to an even digit
-        Str how = to_text(t, a[2]);
-        int n = fmax(fmin(must_be(t, a[1], V_INT).i, 99), -99);   // more make no difference
-        double x = number(is_number(v) ? v : must_be(t, v, V_FLOAT)), z = x * pow(10, n);
-        char *s = obtain(t, 512);
-        sprintf(s, "%.*f", n < 0 ? 0 : n, x);   // exact, as z is not
-        if (is(how, "floor ceil")) z = (*how.s == 'f' ? floor(z) : ceil(z)) / pow(10, n) + 0.0;
-        else if (!is(how, "common")) stop(t, "'%.*s' is no way to round", STR_ARG(how));
-        else z = n < 0 ? rint(x / pow(10, -n)) * pow(10, -n) : strtod(s, NULL);
-        if (!isfinite(z)) stop(t, "a number is too large");
-        return is_int(v) && is(how, "common") ? int_value(z) : float_value(z);
     }
     if (is(f, "range")) {
         bool one = a[1].kind == V_NONE;   // range(end)
@@ -6790,10 +6772,11 @@ static void narrow(const float *x, int n, uint16_t *to) {
 
 // ---- 29. products of a few tokens ----
 //
-// token_pack rounds the activations to TokenActs. Then the matvec function of the weights' format,
-// which matmul finds in `formats`, decodes 256 weights at a time and adds their products (dot256).
-// Up to FEW tokens meet the same decoded weights. Each token has sums of its own, added in the same
-// order as if it were alone, so its numbers do not depend on other tokens.
+// First the activations are packed, those for block formats rounded to int8 (token_pack). Then the
+// matvec function of the weights' format, which matmul finds in `formats`, adds the products of 256
+// weights at a time (dot256), or of FLOAT_STEP floats (dot_floats). Up to FEW tokens meet the same
+// decoded weights. Each token has sums of its own, added in the same order as if it were alone, so
+// its numbers do not depend on other tokens.
 
 // Rounds 32 floats to int8 codes q = x / d and returns d, rounded to f16 as in ggml. `sum` gets the
 // sums of the first 16 codes, of the other 16 and of all. Positive floats have the order of their
@@ -6840,11 +6823,18 @@ static void token_pack(UNUSED const Matrix *w, const float *x, int n, UNUSED int
     }
 }
 
+// copies floats, with zeros behind up to 256
+static void token_floats(UNUSED const Matrix *w, const float *x, int n, UNUSED int t, void *acts) {
+    memset((float *)acts + n, 0, (256 - n) * sizeof *x);
+    memcpy(acts, x, n * sizeof *x);
+}
+
 // decodes 256 weights d q + m, in TokenActs' order, to q[256], d[16], m[16]; nothing aliases b
 #define DECODE_ARGS const uint8_t *restrict b, int8_t *q, float *d, float *m
 typedef void DecodeFn(DECODE_ARGS);
+typedef vf LoadFn(const void *);   // LANES float weights
 // computes rows r .. end-1 of out, without the matrix's scale and bias, for the job's n <= FEW
-// tokens; x is TokenActs [n][cols/256] for block formats, else the job's x
+// tokens; x is [n][cols/256] as token_pack packs it for block formats, else as token_floats does
 #define MATVEC_ARGS const Matmul *job, const void *x, int64_t r, int64_t end
 typedef void MatvecFn(MATVEC_ARGS);
 
@@ -6873,9 +6863,9 @@ static const uint8_t *weight_at(const Matrix *w, int64_t r, int64_t k) {
 //
 // A format with offsets has weights d q + m, and sums[t][1] collects m times the known sums of
 // activations. A format with a bias has no offsets. If products take unsigned codes, the bias is
-// added to them, sums[t][1] collects d times the sums, and block_matvec subtracts bias times that.
+// added to them, sums[t][1] collects d times the sums, and row_lanes subtracts bias times that.
 INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int tokens,
-                   const TokenActs *const *acts, size_t at, vf sums[][2]) {
+                   const void *const *acts, size_t at, vf sums[][4]) {
     int8_t q[256] __attribute__((aligned(64)));
     float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
     bool as_signed = f->bias && !CODE_BIAS && !f->pairs_top;
@@ -6885,7 +6875,7 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int toke
     UNROLL for (int i = 0; i < 16; i += LANES) {
         vf scale = load_f32(d + i), offset = load_f32((f->bias ? d : m) + i);
         UNROLL for (int t = 0; t < tokens; t++) {
-            const TokenActs *x = acts[t] + at;
+            const TokenActs *x = (const TokenActs *)acts[t] + at;
             vf scales = scale * load_f32(x->d + i), *sum = sums[t];
             vi pairs, dot[2] = {{0}};   // of the groups' first and second halves; or [0] of all
             if (!as_signed) sum[1] += offset * load_f32(x->s + i);
@@ -6903,6 +6893,20 @@ INLINE void dot256(DecodeFn *decode, const Format *f, const uint8_t *b, int toke
     }
 }
 
+// Adds the products of FLOAT_STEP weights at b and each token's activations to the lanes of
+// sums[t]. A token has four sums, because an addition takes four cycles, and additions to one sum
+// wait for one another.
+enum { FLOAT_STEP = 8 * LANES };
+INLINE void dot_floats(LoadFn *load, int size, const uint8_t *b, int tokens,
+                       const void *const *acts, size_t at, vf sums[][4]) {
+    vf weights[8];
+    UNROLL for (int j = 0; j < 8; j++) weights[j] = load(b + j * LANES * size);
+    UNROLL for (int t = 0; t < tokens; t++) {
+        const float *x = (const float *)acts[t] + at * FLOAT_STEP;
+        UNROLL for (int j = 0; j < 8; j++) sums[t][j % 4] += weights[j] * load_f32(x + j * LANES);
+    }
+}
+
 // Writes the sums of the lanes of sums [n][LANES], LANES rows at once because that costs as much as
 // 256 weights. Tokens of out lie `step` floats apart. Inlined, it would take long to compile.
 static __attribute__((noinline)) void put_sums(vf sums[][LANES], int n, int rows, float *out,
@@ -6913,127 +6917,71 @@ static __attribute__((noinline)) void put_sums(vf sums[][LANES], int n, int rows
     }
 }
 
-// `tokens`, job->n or more, is a constant, so that sums stay in registers; the last token repeats.
-INLINE void block_matvec(DecodeFn *decode, const Format *f, int tokens, MATVEC_ARGS) {
-    int64_t cols = job->w->cols, step = (cols + 255) / 256;
-    int bytes = f->bytes, n = job->n;
-    int64_t whole = cols / 256, rest = cols % 256 * bytes / 256;
+// joins the sums of a row with one token, as dot256 or dot_floats left them; lanes stay apart
+INLINE vf row_lanes(const Format *f, const vf sum[4]) {
+    if (f->block) return sum[0] + sum[1] * (f->bias ? -(float)f->bias : 1);
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// One row at a time, or two (`together`), meets the activations of `tokens` tokens. If these are
+// more than job->n, the last one repeats. Both numbers are constants, so sums stay in registers.
+INLINE void rows_matvec(DecodeFn *decode, LoadFn *load, const Format *f, int together, int tokens,
+                        MATVEC_ARGS) {
+    int step = f->block ? 256 : FLOAT_STEP, bytes = f->bytes * step / 256, n = job->n;
+    int64_t cols = job->w->cols, row = cols * f->bytes / 256, steps = (cols + step - 1) / step;
+    int64_t whole = cols / step, rest = row - whole * bytes;
+    size_t act_bytes = (cols + 255) / 256 * (f->block ? sizeof(TokenActs) : 256 * sizeof(float));
     const uint8_t *b = weight_at(job->w, r, 0);
-    const TokenActs *acts[FEW];
+    const void *acts[FEW];
     vf sums[FEW][LANES];
-    uint8_t last[512];   // the weights that end a row, with zeros behind
+    uint8_t last[2][512];   // the weights that end a row, with zeros behind
     if (rest) memset(last, 0, sizeof last);
-    for (int t = 0; t < tokens; t++) acts[t] = (const TokenActs *)x + smaller(t, n - 1) * step;
-    // With four lanes two rows of q4_0, whose decoder leaves registers free, share the loads of x.
-    bool pairs = LANES == 4 && tokens == 1 && f->bias == 8 && !rest;
+    for (int t = 0; t < tokens; t++) acts[t] = (const char *)x + smaller(t, n - 1) * act_bytes;
     for (; r < end; r += LANES) {
-        int i = 0, rows = smaller(end - r, LANES);
+        int rows = smaller(end - r, LANES);
         if (rows < LANES) memset(sums, 0, sizeof sums);   // put_sums reads all
-        for (; pairs && i + 1 < rows; i += 2, b += step * bytes) {
-            vf sum[2][1][2] = {{{{0}}}};
-            for (int64_t k = 0; k < step; k++, b += bytes) {
-                const uint8_t *two[2] = {b, b + step * bytes};
-                UNROLL for (int j = 0; j < 2; j++) prefetch_ahead(two[j], bytes);
-                UNROLL for (int j = 0; j < 2; j++) dot256(decode, f, two[j], 1, acts, k, sum[j]);
-            }
-            UNROLL for (int j = 0; j < 2; j++)
-                sums[0][i + j] = sum[j][0][0] - sum[j][0][1] * (float)f->bias;
-        }
-        for (; i < rows; i++) {
-            vf sum[FEW][2] = {{{0}}};
-            const uint8_t *from = b;
-            if (rest) memcpy(last, b + whole * bytes, rest);
-            for (int64_t k = 0; k < step; k++, from += bytes) {
-                if (k == whole) from = last;
-                prefetch_ahead(from, bytes);
-                dot256(decode, f, from, tokens, acts, k, sum);
-            }
-            b += whole * bytes + rest;
-            UNROLL for (int t = 0; t < tokens; t++)
-                sums[t][i] = sum[t][0] + sum[t][1] * (f->bias ? -(float)f->bias : 1);
+        for (int i = 0; i < rows; i += together, b += together * row) {
+            const uint8_t *from[2] = {b, i + 1 < rows ? b + row : b};   // an odd last row repeats
+            vf sum[2][FEW][4] = {{{{0}}}};
+            if (rest) UNROLL for (int j = 0; j < together; j++)
+                memcpy(last[j], from[j] + whole * bytes, rest);
+            for (int64_t k = 0; k < steps; k++)
+                UNROLL for (int j = 0; j < together; j++) {
+                    if (k == whole) from[j] = last[j];
+                    prefetch_ahead(from[j], bytes);
+                    if (f->block) dot256(decode, f, from[j], tokens, acts, k, sum[j]);
+                    else dot_floats(load, f->bytes / 256, from[j], tokens, acts, k, sum[j]);
+                    from[j] += bytes;
+                }
+            UNROLL for (int j = 0; j < together; j++)
+                UNROLL for (int t = 0; t < tokens; t++)
+                    sums[t][i + j] = row_lanes(f, sum[j][t]);
         }
         put_sums(sums, n, rows, job->out + r, output_step(job->w));
     }
 }
 
-// A row has four sums, because an addition takes four cycles and additions to one sum wait for one
-// another. Two vectors go to each sum before the next token's turn.
-INLINE void float_matvec(vf load(const void *), int size, int n, MATVEC_ARGS) {
-    enum { STEP = 8 * LANES };
-    int64_t cols = job->w->cols, count;
-    const uint8_t *w = weight_at(job->w, r, 0);
-    vf sums[FEW][LANES];
-    uint8_t last[4 * STEP];    // the end of a row, with zeros behind
-    float edge[FEW][STEP];     // and its activations
-    if (cols % STEP) memset(last, 0, sizeof last);
-    if (cols % STEP) memset(edge, 0, sizeof edge);
-    bool pairs = LANES == 4 && n == 1 && cols % STEP == 0;   // two rows share the loads of x
-    for (; r < end; r += LANES) {
-        int i = 0, rows = smaller(end - r, LANES);
-        if (rows < LANES) memset(sums, 0, sizeof sums);   // put_sums reads all
-        for (; pairs && i + 1 < rows; i += 2, w += cols * size) {
-            vf sum[2][4] = {{{0}}};
-            for (int64_t k = 0; k < cols; k += STEP, w += STEP * size) {
-                const uint8_t *two[2] = {w, w + cols * size};
-                UNROLL for (int j = 0; j < 2; j++) prefetch_ahead(two[j], STEP * size);
-                UNROLL for (int j = 0; j < 8; j++) {
-                    vf y = load_f32((const float *)x + k + j * LANES);
-                    sum[0][j % 4] += load(two[0] + j * LANES * size) * y;
-                    sum[1][j % 4] += load(two[1] + j * LANES * size) * y;
-                }
-            }
-            UNROLL for (int j = 0; j < 2; j++)
-                sums[0][i + j] = (sum[j][0] + sum[j][1]) + (sum[j][2] + sum[j][3]);
-        }
-        for (; i < rows; i++) {
-            vf sum[FEW][4] = {{{0}}}, weights[8];
-            for (int64_t k = 0; k < cols; k += STEP, w += count * size) {
-                const float *y = (const float *)x + k;
-                const uint8_t *from = w;
-                size_t step = input_step(job->w);
-                count = smaller(cols - k, STEP);
-                prefetch_ahead(w, STEP * size);
-                if (count < STEP) {
-                    for (int t = 0; t < n; t++) memcpy(edge[t], y + t * step, count * sizeof *y);
-                    from = memcpy(last, w, count * size);
-                    y = edge[0];
-                    step = STEP;
-                }
-                UNROLL for (int j = 0; j < 8; j++) weights[j] = load(from + j * LANES * size);
-                for (int t = 0; t < n; t++, y += step)
-                    UNROLL for (int j = 0; j < 8; j++)
-                        sum[t][j % 4] += weights[j] * load_f32(y + j * LANES);
-            }
-            for (int t = 0; t < n; t++)
-                sums[t][i] = (sum[t][0] + sum[t][1]) + (sum[t][2] + sum[t][3]);
-        }
-        put_sums(sums, n, rows, job->out + r, output_step(job->w));
-    }
+INLINE void few_matvec(DecodeFn *decode, LoadFn *load, int type, MATVEC_ARGS) {
+    const Format *f = &formats[type];
+    // with four lanes two rows share the loads of x, where decoding leaves registers free (q4_0)
+    int together = LANES == 4 && (!f->block || f->bias == 8) ? 2 : 1;
+    if (job->n == 1) rows_matvec(decode, load, f, together, 1, job, x, r, end);
+    else if (job->n == 2) rows_matvec(decode, load, f, 1, 2, job, x, r, end);
+    else if (job->n <= 4) rows_matvec(decode, load, f, 1, 4, job, x, r, end);
+    else rows_matvec(decode, load, f, 1, FEW, job, x, r, end);
 }
 
-INLINE void floats_matvec(vf load(const void *), int size, MATVEC_ARGS) {
-    if (job->n == 1) float_matvec(load, size, 1, job, x, r, end);
-    else float_matvec(load, size, job->n, job, x, r, end);
-}
-
-INLINE void few_matvec(DecodeFn *decode, const Format *f, MATVEC_ARGS) {
-    if (job->n == 1) block_matvec(decode, f, 1, job, x, r, end);
-    else if (job->n == 2) block_matvec(decode, f, 2, job, x, r, end);
-    else if (job->n <= 4) block_matvec(decode, f, 4, job, x, r, end);
-    else block_matvec(decode, f, FEW, job, x, r, end);
-}
-
-// Each format has a function of its own, in which its decoder, load and Format are constants.
+// Each format has a function of its own, in which its decoder or load and its Format are constants.
 #define QUANT_X(id, name, weights, bytes, per16, bias)                                             \
     INLINE void unpack_##name(DECODE_ARGS) { decode_##name((const void *)b, 0, 8, q, d, m); }      \
     static void matvec_##name(MATVEC_ARGS) {                                                       \
-        few_matvec(unpack_##name, &formats[id], job, x, r, end);                                   \
+        few_matvec(unpack_##name, NULL, id, job, x, r, end);                                       \
     }
 QUANT_TYPES(QUANT_X)
 #undef QUANT_X
-static void matvec_f32(MATVEC_ARGS) { floats_matvec(load_f32, 4, job, x, r, end); }
-static void matvec_f16(MATVEC_ARGS) { floats_matvec(load_f16, 2, job, x, r, end); }
-static void matvec_bf16(MATVEC_ARGS) { floats_matvec(load_bf16, 2, job, x, r, end); }
+static void matvec_f32(MATVEC_ARGS) { few_matvec(NULL, load_f32, QUANT_F32, job, x, r, end); }
+static void matvec_f16(MATVEC_ARGS) { few_matvec(NULL, load_f16, QUANT_F16, job, x, r, end); }
+static void matvec_bf16(MATVEC_ARGS) { few_matvec(NULL, load_bf16, QUANT_BF16, job, x, r, end); }
 
 // A pair is at most 254 times the largest code. That is at most twice the bias, or, without a bias,
 // below 2^bits of a weight in the file. 16 bits hold 8 * 254 * 16, 4 * 254 * 32 and 2 * 254 * 64.
@@ -7083,7 +7031,7 @@ typedef struct {
     int depth, task_rows;          // weights of a row in a panel; most rows of a task
     size_t act_bytes;              // of 256 activations of a batch, packed
     size_t panel_bytes;            // of `depth` weights of 16 rows
-    // packs count <= 256 activations x of number `token` of a batch; NULL: job->x is used as it is
+    // packs count <= 256 activations x of number `token` of a batch
     void (*pack)(const Matrix *w, const float *x, int count, int token, void *acts);
     // decodes weights k .. k+depth-1 of rows r .. r+15
     void (*decode)(const Matrix *w, int64_t r, int64_t k, int depth, void *panel);
@@ -7350,15 +7298,16 @@ static const Tile int8_tile = {.tokens = INT8_TOKENS, .step = 1024, .depth = INT
 // once (plan_job, pack_task). Then rows are cut into strips, and a task has a strip or half of one
 // (plan_tasks, matmul_task). Up to FEW tokens have no tiles, but their rows are cut up, too.
 
-// the two Tiles of a few tokens, which only say how activations are packed (floats are not)
-static const Tile float_token = {.tokens = 1};
+// the two Tiles of a few tokens, which only say how activations are packed
+static const Tile float_token = {.tokens = 1, .step = 8192, .act_bytes = 256 * sizeof(float),
+                                 .pack = token_floats};
 static const Tile block_token = {.tokens = 1, .step = 8192, .act_bytes = sizeof(TokenActs),
                                  .pack = token_pack};
 
 typedef struct {
     const Matmul *job;
     const Tile *tile;
-    const void *acts;                  // packed by this job or an earlier one, or job->x
+    const void *acts;                  // packed by this job or an earlier one
     uint64_t act_bytes;                // of a batch, all columns
     int first_pack, first_task;        // numbers of this job's first tasks
     int64_t task_rows;                 // of a strip
@@ -7457,12 +7406,11 @@ static void plan_job(Pool *p, Arena *arena, MatmulCall *call, JobPlan *plan, con
     plan->job = job;
     plan->row_bytes = larger(quant_row_bytes(w->type, w->cols), 1);
     plan->tile = tile;
-    plan->acts = job->x;
     plan->act_bytes = (uint64_t)(w->cols + 255) / 256 * tile->act_bytes;
     while (same < plan && (same->job->x != job->x || same->job->n != job->n ||
                            same->job->w->cols != w->cols || same->tile != tile)) same++;
     if (same < plan) plan->acts = same->acts;
-    else if (tile->pack) {
+    else {
         packs = batches * ((w->cols - 1) / tile->step + 1);
         plan->acts = arena_take(arena, batches, plan->act_bytes);
     }
