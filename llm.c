@@ -716,11 +716,6 @@ static void plain_head(const Attention *a, int i, int h, float *score) {
     for (int j = 0; j < a->vd; j++) out[j] /= sum;
 }
 
-static UNUSED void plain_attention(const Attention *a, float *score) {
-    for (int i = 0; i < a->n; i++)
-        for (int h = 0; h < a->n_head; h++) plain_head(a, i, h, score);
-}
-
 // ---- 8. session ----
 
 // Memory (section 23). A plan takes zeroed buffers from an arena; place_plan runs the plan twice,
@@ -922,12 +917,10 @@ typedef struct {
     float penalty;
 } Draw;
 
-// In section 39. sort_top brings the k best candidates to the front, in order; sort_share brings
-// there as many as it takes for their weights, exp(logit - best), to reach `enough`.
-// sample_candidates makes candidates of the k best ids, once recent and banned ones will have lost,
-// and of a few more (k 0: of all), in the order of ids, with their own logits; returns how many.
+// In section 39. sort_top brings the k best candidates to the front, in order. sample_candidates
+// makes candidates of the k best ids, once recent and banned ones will have lost, and of a few more
+// (k 0: of all), in the order of ids, with their own logits; returns how many.
 static void sort_top(Candidate *c, size_t n, size_t k);
-static void sort_share(Candidate *c, size_t n, double enough);
 static size_t sample_candidates(Candidate *c, const Draw *d, int k);
 static Candidate *find_candidate(Candidate *c, size_t n, int32_t id);   // NULL: it is none
 static const struct Best *session_best(Session *s, const float *logits);   // for Draw
@@ -978,13 +971,18 @@ static size_t sum_until(const Candidate *c, size_t n, double enough, double *sum
     return i;
 }
 
-// keeps the fewest of the best that together have a share p of the probability
+// Keeps the fewest of the best that together have a share p of the probability. To find them it
+// sorts 128 candidates, which are nearly always enough, else eight times as many, and so on.
 static size_t sample_top_p(Candidate *c, size_t n, float p) {
     double total, sum;
     if (p >= 1) return n;
     sum_until(c, n, INFINITY, &total);
-    sort_share(c, n, p * total);   // as sort_top(c, n, n), but only the best that are needed
-    return sum_until(c, n, p * total, &sum);
+    for (size_t k = 128;; k *= 8) {
+        size_t sorted = smaller(k, n);
+        sort_top(c, n, sorted);
+        size_t kept = sum_until(c, sorted, p * total, &sum);
+        if (sum >= p * total || sorted == n) return kept;
+    }
 }
 
 // drops what is less likely than p times the best: exp(logit - best) < p
@@ -2815,7 +2813,17 @@ static void norm_more_row(Session *s, const void *arg, size_t i) {
     else memcpy(s->normed + at, s->x + at, c->dim * sizeof *s->x);
 }
 
-static void soft_cap(float *x, size_t n, float cap);   // x = cap * tanh(x / cap)
+// x = cap * tanh(x / cap), so that a logit cannot leave -cap .. cap. tanh(y) is 1 - 2 / (e^(2y) +
+// 1), a difference that would have few digits near 0; there its Taylor series is used.
+static void soft_cap(float *x, size_t n, float cap) {
+    for (size_t i = 0; i < n; i++) {
+        float y = x[i] / cap, z = y * y;
+        float near = y + y * z * (-1 / 3.0f + z * (2 / 15.0f + z * (-17 / 315.0f + z * 62 / 2835)));
+        float far = 1 - 2 / (exp_fast(2 * y) + 1);
+        x[i] = cap * (z < 0.0625f ? near : far);
+    }
+}
+
 static void cap_logits(const Session *s, size_t count) {
     const Config *c = &s->m->config;
     scale(s->logits, count, c->logit_scale);                            // Granite
@@ -6299,8 +6307,8 @@ static UNUSED int within_quota(const char *root, int n) {
 }
 
 #ifdef __APPLE__
+#include <sys/resource.h>
 #include <sys/sysctl.h>
-enum { RSS_PER_MB = 1 << 20 };   // getrusage's ru_maxrss is in bytes
 static int count_cpus(void) {   // the performance cores; all, where there is only one kind
     int n = 1;
     size_t size = sizeof n;
@@ -6308,12 +6316,23 @@ static int count_cpus(void) {   // the performance cores; all, where there is on
         sysctlbyname("hw.physicalcpu", &n, &size, NULL, 0);
     return n;
 }
+static UNUSED double peak_mb(void) {   // most megabytes of memory at once
+    struct rusage usage;
+    return getrusage(RUSAGE_SELF, &usage) ? 0 : usage.ru_maxrss / 1048576.0;
+}
 #else
 #include <sched.h>
-enum { RSS_PER_MB = 1 << 10 };   // in kilobytes
 static int count_cpus(void) {
     cpu_set_t set;
     return within_quota("", sched_getaffinity(0, sizeof set, &set) ? 1 : CPU_COUNT(&set));
+}
+static UNUSED double peak_mb(void) {   // getrusage would count what ran here before exec, too
+    char line[256];
+    double kb = 0;
+    FILE *f = fopen("/proc/self/status", "r");
+    while (f && fgets(line, sizeof line, f) && sscanf(line, "VmHWM: %lf", &kb) != 1) {}
+    if (f) fclose(f);
+    return kb / 1024;
 }
 #endif
 
@@ -6367,17 +6386,6 @@ static float sum16(const float *x, int n, float mean, bool squares) {
     for (; i < n; i++) lane[0] += squares ? (x[i] - mean) * (x[i] - mean) : x[i] - mean;
     for (int j = 0; j < 16; j++) sum += lane[j];
     return sum;
-}
-
-// x = cap * tanh(x / cap), so that a logit cannot leave -cap .. cap. tanh(y) is 1 - 2 / (e^(2y) +
-// 1), a difference that would have few digits near 0; there its Taylor series is used.
-static void soft_cap(float *x, size_t n, float cap) {
-    for (size_t i = 0; i < n; i++) {
-        float y = x[i] / cap, z = y * y;
-        float near = y + y * z * (-1 / 3.0f + z * (2 / 15.0f + z * (-17 / 315.0f + z * 62 / 2835)));
-        float far = 1 - 2 / (exp_fast(2 * y) + 1);
-        x[i] = cap * (z < 0.0625f ? near : far);
-    }
 }
 
 // Weights are prefetched. L1 can have some 16 requests of 64 bytes in flight, 10 GB/s at 100 ns
@@ -6572,6 +6580,11 @@ static void run_row(Task t) {
 // in forward's dry run (see count_op_scratch) there are no buffers, and rows do nothing
 static void each_row(Session *s, RowFn *fn, const void *arg, int n) {
     if (s->op_scratch.base) parallel(s->pool, run_row, &(RowTask){s, fn, arg}, n);
+}
+
+static UNUSED void plain_attention(const Attention *a, float *score) {
+    for (int i = 0; i < a->n; i++)
+        for (int h = 0; h < a->n_head; h++) plain_head(a, i, h, score);
 }
 
 #ifdef LLM_PLAIN
@@ -8306,17 +8319,6 @@ static size_t sample_candidates(Candidate *c, const Draw *d, int k) {
     return kept;
 }
 
-// sorts 128, which are nearly always enough, else eight times as many, and so on
-static void sort_share(Candidate *c, size_t n, double enough) {
-    double sum;
-    for (size_t k = 128;; k *= 8) {
-        size_t sorted = k < n ? k : n;
-        sort_top(c, n, sorted);
-        sum_until(c, sorted, enough, &sum);
-        if (sum >= enough || sorted == n) return;
-    }
-}
-
 // ---- 40. guesses ----
 //
 // Reading the weights takes most of a pass, and up to FEW tokens read them once. So we run guesses
@@ -8461,7 +8463,6 @@ static bool generate_guessing(Session *s, const int32_t *ids, int n, int n_predi
 
 #ifndef LLM_NO_MAIN
 #include <poll.h>
-#include <sys/resource.h>
 #include <termios.h>
 
 // bytes that grow by doubling; behind them stands a NUL, unless n was made smaller
@@ -9432,19 +9433,6 @@ static bool reply(Cli *cli) {
     return ok;
 }
 
-// most megabytes of memory at once; on Linux getrusage counts what ran here before exec, too
-static double peak_mb(void) {
-    struct rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    double mb = usage.ru_maxrss / (double)RSS_PER_MB, kb;
-    char line[256];
-    FILE *f = fopen("/proc/self/status", "r");
-    while (f && fgets(line, sizeof line, f))
-        if (sscanf(line, "VmHWM: %lf", &kb) == 1) mb = kb / 1024;
-    if (f) fclose(f);
-    return mb;
-}
-
 // Speeds of all prompts and answers so far. What was reused was not evaluated.
 static void print_statistics(const Cli *cli) {
     const Session *s = &cli->s;
@@ -9690,11 +9678,8 @@ static void read_slice(Task t) {
 
 // bytes a second that all threads read of cli->work, or that the GPU copies
 static double read_rate(Cli *cli) {
-    for (size_t n = cli->slices * SLICE; n >= SLICE; n /= 2) {   // a GPU may have less room
-        double gpu = gpu_rate(&cli->s, cli->work, n);
-        if (gpu > 0) return gpu;
-    }
-    double start = now();
+    double gpu = gpu_rate(&cli->s, cli->work, cli->slices * SLICE), start = now();
+    if (gpu > 0) return gpu;
     parallel(cli->s.pool, read_slice, cli->work, cli->slices);
     return (double)cli->slices * SLICE / (now() - start);
 }

@@ -1979,13 +1979,15 @@ static UNUSED double gpu_bytes(const Session *s) {   // of what the GPU sees, or
 }
 
 // Bytes a second that copies inside the GPU's memory read and write; 0: there is no GPU, or no
-// room for p [n], whole pages, which is shared for that when it first comes.
+// room. p [n], whole pages, is shared for that when it first comes, or the part that there is room
+// for.
 static UNUSED double gpu_rate(Session *s, void *p, size_t n) {
     enum { COPIES = 8 };
     Gpu *g = s->gpu;
     if (!g) return 0;
+    while (device_room(g) < n) n /= 2;
     if (g->shared[g->n_shared - 1].base == p) n = g->shared[g->n_shared - 1].size;
-    else if (device_room(g) < n || !gpu_share(g, (Map){p, n}, false)) {
+    else if (!gpu_share(g, (Map){p, n}, false)) {
         g->why[0] = 0;   // the model stays on the GPU
         return 0;
     }

@@ -2992,7 +2992,7 @@ static void each_template(const char *all, void (*fn)(const char *text, const ch
         fn(line, want);
         n++;
     }
-    CHECK(n == 111, "%d templates", n);
+    CHECK(n == 112, "%d templates", n);
 }
 
 // «» enclose what is marked, which others than the model wrote. "!" begins a part of an error.
