@@ -433,6 +433,7 @@ struct gate_args { int32_t n, each, softplus; };
 struct delta_args {
     int32_t n, first, guesses;             // tokens; row of their inputs, 0 in a pass
     int32_t n_key, n_value, dv, tiled;     // tiled: see key_tiled in llm.c
+    int32_t step;                          // floats from a token's alpha or beta to the next one's
     float eps, lower;                      // lower: see kda_lower in llm.c
 };
 
@@ -2974,10 +2975,10 @@ QUANT_INLINE void delta_load(device const float *k, device const float *q, devic
             int j = 32 * n + (int)lane;
             in->k[i][n] = j < HEAD_DIM ? k[(ulong)t * step + j] : 0.0f;
             in->q[i][n] = j < HEAD_DIM ? q[(ulong)t * step + j] : 0.0f;
-            if (!CHANNELS) in->alpha[i][n] = alpha[(ulong)t * a->n_value];
-            else in->alpha[i][n] = j < HEAD_DIM ? alpha[(ulong)t * a->n_value * HEAD_DIM + j] : 0.0f;
+            if (!CHANNELS) in->alpha[i][n] = alpha[(ulong)t * a->step];
+            else in->alpha[i][n] = j < HEAD_DIM ? alpha[(ulong)t * a->step * HEAD_DIM + j] : 0.0f;
         }
-        in->beta[i] = ASKS ? beta[(ulong)t * a->n_value] : 0.0f;
+        in->beta[i] = ASKS ? beta[(ulong)t * a->step] : 0.0f;
     }
     in->v = v[(ulong)mine * step];
     in->z = ASKS ? 0.0f : z[(ulong)mine * a->n_value * a->dv];
@@ -3151,8 +3152,8 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
     out += h * a->dv + own;
     int decays = CHANNELS ? HEAD_DIM : 1;                // of a head
     int sure = a->n - (a->guesses ? now[NOW_GUESSES] : 0);   // tokens that the state is to see
-    alpha += (h + a->first * a->n_value) * decays;
-    beta += h + a->first * a->n_value;
+    alpha += (h + a->first * a->step) * decays;
+    beta += h + a->first * a->step;
     state += panel * HEAD_DIM * DELTA_LAYOUT + own % DELTA_LAYOUT;
     QUANT_UNROLL for (int i = 0; i < 4 * delta_quads(); i++) {
         int j = delta_col(i, rank);
@@ -3169,7 +3170,7 @@ kernel void delta_rule(device float *state, device const float *mix, device cons
         float v = in.v, gate = ASKS ? 1.0f : in.z * sigmoid(in.z);
         if (next < a->n)
             delta_load(k + (ulong)next * all, q + (ulong)next * all, x + (ulong)next * all,
-                       alpha + (ulong)next * a->n_value * decays, beta + (ulong)next * a->n_value,
+                       alpha + (ulong)next * a->step * decays, beta + (ulong)next * a->step,
                        z + (ulong)next * values, all, a->n - next, sg, lane, a, &in);
         delta_ask(&in_block, s, rank, asked, found);
         threadgroup_barrier(mem_flags::mem_threadgroup);      // kk and kq are there

@@ -244,7 +244,7 @@ typedef struct {
     const float *conv, *conv_bias;   // [channels][taps], [channels]
     Matrix z, z_a;             // [n_value * dv][..] gates; where z is two products, the first
     Matrix alpha, alpha_a;     // [n_value][..] decays; where alpha is two products, the first
-    Matrix beta;               // [n_value][dim] how strongly it writes
+    Matrix beta, beta_alpha;   // [n_value][dim] how strongly it writes; both, if in one matrix
     const float *dt_bias, *a, *skip;   // [n_value]; KDA: dt_bias [n_value][dk]
     Norm delta_norm;           // [dv]
     Matrix delta_out;          // [dim][n_value * dv]
@@ -3222,9 +3222,9 @@ static void load_delta(Loader *ld, Layer *w, int qkv, int values) {
         w->z = load_matrix(ld, "!attn_gate", c->dim, values, 1);
     }
     if (find_tensor(ld, "ssm_ba", ".weight")) {
-        Matrix both = load_interleaved(ld, "!ssm_ba", (int[]){share, share}, 2);
-        w->beta = matrix_rows(both, 0, n);
-        w->alpha = matrix_rows(both, n, n);
+        w->beta_alpha = load_interleaved(ld, "!ssm_ba", (int[]){share, share}, 2);
+        w->beta = matrix_rows(w->beta_alpha, 0, n);
+        w->alpha = matrix_rows(w->beta_alpha, n, n);
     } else {
         w->beta = load_matrix(ld, "!ssm_beta", c->dim, n, 1);
         w->alpha = load_matrix(ld, "!ssm_alpha", c->dim, n, 1);

@@ -1417,14 +1417,15 @@ static void run_experts_end(Session *s, const Layer *w, float *y, int n, Epilogu
 // have the layer's own, which stay until its next pass.
 static void run_rule(Session *s, const Layer *w, int n, int first) {
     const Config *c = &s->m->config;
-    bool asks = w->mixer == MIX_DELTA, kda = c->kda;
+    bool joint = w->beta_alpha.data, asks = w->mixer == MIX_DELTA, kda = c->kda;
     bool guesses = s->o.draft > 0 && n > 1 && !first;   // there may be some
     int block = is_few(s, n) ? 1 : BLOCK_MAX, rows = larger(n, FEW);
     const float *conv = n > FEW ? s->gpu->conv : s->kept + s->l * s->n_kept;
     const float *alpha = conv + rows * w->conv_in.rows;
-    const float *beta = alpha + rows * c->n_value * larger(c->kda, 1);
-    struct delta_args b = {n, first, guesses, c->n_key, c->n_value, c->dv, c->key_tiled, c->eps,
-                           c->kda_lower};
+    const float *beta = joint ? alpha : alpha + rows * c->n_value * larger(c->kda, 1);
+    struct delta_args b = {n, first, guesses, c->n_key, c->n_value, c->dv, c->key_tiled,
+                           (joint + 1) * c->n_value, c->eps, c->kda_lower};
+    if (joint) alpha += c->n_value;   // in each row
     run_kernel(s, b, "delta_rule", {s->cache[s->l].state, conv, alpha, beta, w->dt_bias, w->a,
                                     s->att, s->z, w->skip, s->gpu->now}, 10,
                c->n_value * div_up(c->dv, DELTA_UNIT * UNIT_SIMDGROUPS),
@@ -1437,7 +1438,7 @@ static void run_rule(Session *s, const Layer *w, int n, int first) {
 static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     const Config *c = &s->m->config;
     bool asks = w->mixer == MIX_DELTA, gated = w->mixer == MIX_CONV, kda = c->kda;
-    bool two = w->alpha_a.data, z_two = w->z_a.data;
+    bool joint = w->beta_alpha.data, two = w->alpha_a.data, z_two = w->z_a.data;
     int channels = w->conv_in.rows, past = c->conv - 1, values = c->n_value * c->dv;
     float *conv = n > FEW ? s->gpu->conv : s->kept + s->l * s->n_kept;   // see run_rule
     float *alpha = conv + larger(n, FEW) * channels;
@@ -1446,14 +1447,15 @@ static const float *run_recurrent(Session *s, const Layer *w, Input in, int n) {
     float *to[4] = {mix, s->z, gated ? s->att : alpha,
                     alpha + larger(n, FEW) * c->n_value * larger(c->kda, 1)};
     if (z_two) m[1] = &w->z_a, to[1] = z_in;
+    if (joint) m[2] = &w->beta_alpha;
     if (two) m[2] = &w->alpha_a, to[2] = s->att;
     if (kda) {   // three matrices in place of conv_in, whose results lie side by side
         const Matrix *qkv[3] = {&w->q, &w->k, &w->v};
         float *side[3] = {mix, mix + w->q.rows, mix + 2 * w->q.rows};
         run_products(s, qkv, 3, in, side, n, STORE);
         run_products(s, m + 1, 3, in, to + 1, n, STORE);
-    } else run_products(s, m, asks ? 2 : 3, in, to, n, STORE);
-    if (asks && !kda) run_products(s, m + 2, 2, in, to + 2, n, STORE);
+    } else run_products(s, m, asks && !joint ? 2 : 3, in, to, n, STORE);
+    if (asks && !joint && !kda) run_products(s, m + 2, 2, in, to + 2, n, STORE);
     if (two) run_product(s, &w->alpha, (Input){s->att, NULL}, alpha, n, STORE);
     if (z_two) run_product(s, &w->z, (Input){z_in, NULL}, s->z, n, STORE);
     struct conv_args a = {n, channels, past, s->o.draft > 0};

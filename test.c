@@ -5474,13 +5474,13 @@ static void kernel_experts(Gpu *g, int type) {
 
 typedef struct {   // kda: each channel has a decay; -1: with a bound
     int n_key, n_value, dk, dv, conv;
-    bool tiled;
+    bool tiled, joint;   // joint: the rows of beta and alpha are one matrix
     int mixer, kda;
 } DeltaCase;
 static const DeltaCase DELTAS[] = {
-    {2, 4, 20, 12, 4, false, MIX_DELTA}, {2, 6, 33, 72, 3, true, MIX_DELTA},
-    {1, 2, 256, 8, 2, false, MIX_DELTA}, {3, 3, 128, 5, 4, true, MIX_DELTA},
-    {2, 2, 40, 40, 4, false, MIX_DELTA, 1}, {3, 3, 128, 128, 3, false, MIX_DELTA, -1},
+    {2, 4, 20, 12, 4, false, false, MIX_DELTA}, {2, 6, 33, 72, 3, true, true, MIX_DELTA},
+    {1, 2, 256, 8, 2, false, true, MIX_DELTA}, {3, 3, 128, 5, 4, true, false, MIX_DELTA},
+    {2, 2, 40, 40, 4, false, false, MIX_DELTA, 1}, {3, 3, 128, 128, 3, false, false, MIX_DELTA, -1},
     {2, 6, 24, 5, 4, .mixer = MIX_SPACE}, {1, 3, 128, 80, 2, .mixer = MIX_SPACE},
     {3, 3, 256, 9, 64, .mixer = MIX_SPACE}, {1, 1, 1, 90, 3, .mixer = MIX_CONV},
     {1, 1, 1, 7, 64, .mixer = MIX_CONV}};
@@ -5509,7 +5509,10 @@ static void lab_delta(Gpu *g, const DeltaCase *d, int first) {
     if (!delta) x.w.skip = lab_floats(g, d->n_value, 1);
     if (d->mixer == MIX_SPACE) x.w.conv_bias = lab_floats(g, channels, 1);
     x.w.alpha = lab_matrix(g, FORMAT_F16, conv ? values : decays, DIM);
-    x.w.beta = lab_matrix(g, FORMAT_F16, d->n_value, DIM);
+    x.w.beta = lab_matrix(g, FORMAT_F16, 2 * d->n_value, DIM);
+    if (d->joint) x.w.beta_alpha = x.w.beta;
+    if (d->joint) x.w.alpha = matrix_rows(x.w.beta, d->n_value, d->n_value);
+    x.w.beta.rows = d->n_value;
     for (int i = 0; d->kda && i < 3; i++) {
         Matrix *m = (Matrix *[]){&x.w.q, &x.w.k, &x.w.v}[i];
         *m = matrix_rows(x.w.conv_in, i * values, values);
