@@ -5337,8 +5337,8 @@ static void kernel_gemm(Gpu *g, int type) {   // 67 tokens take two tiles of 64,
     int cols = format_cols(type, false), way = type % 4, block = format_block(type);
     lab_product(g, type, cols, block < 256 ? 67 : 40, way, 64);
     lab_product(g, type, cols, 20, (way + 1) % 4, 32);
-    lab_product(g, type, cols, FEW + 1, (way + 2) % 4, GEMM_FEW);
-    if (block == 1) lab_product(g, type, 160, FEW + 1, way, GEMM_FEW);
+    lab_product(g, type, cols, FEW + 1, (way + 2) % 4, GEMM_MIN);
+    if (block == 1) lab_product(g, type, 160, FEW + 1, way, GEMM_MIN);
 }
 
 static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff) {
@@ -5599,15 +5599,15 @@ static void lab_experts(Gpu *g, int type, int n) {
     g->gate = lab_floats(g, n * USED * ff, 1);
     g->up = lab_floats(g, n * USED * ff, 1);
     g->place = lab_bytes(g, 4 * n * USED);
-    g->tiles = lab_bytes(g, 12 * expert_tiles(n * USED, E, GEMM_FEW));
-    for (int i = 0; i < expert_tiles(n * USED, E, GEMM_FEW); i++)   // left from another layer
+    g->tiles = lab_bytes(g, 12 * expert_tiles(n * USED, E, GEMM_MIN));
+    for (int i = 0; i < expert_tiles(n * USED, E, GEMM_MIN); i++)   // left from another layer
         memcpy(g->tiles + 3 * i, (int32_t[3]){E - 1, 0, 1}, 12);
     lab_late(x.s.chosen, n * USED);
     run_choice(lab_begin(&x), &x.w, (Input){in, lazy}, n);
     run_experts_end(&x.s, &x.w, y, n,
                     (Epilogue){.kind = EPILOGUE_ADD, .other = other, .factor = 0.5f});
     lab_end(&x, "experts");
-    if (chunk) lab_tile("experts", n < 50 ? GEMM_FEW : 32, true);
+    if (chunk) lab_tile("experts", n < 50 ? GEMM_MIN : 32, true);
     if (ring_ran(g, type, n)) {
         LAB_CHECK(!memcmp(chosen, x.s.chosen, 4 * n * USED), "%s: others", "experts");
         lab_ring_experts(&x, &floats, in, lazy, weight, other, y, type);
