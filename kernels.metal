@@ -48,8 +48,7 @@
 // do. Metal has no double: write 1.0f. A large number takes the place of infinity, because
 // exp(inf - inf) is NaN. If arguments of one dispatch are the same memory, a number in it is read
 // and written by one thread only: Metal takes them for different memory. An array is in registers
-// only if all loops over it have a constant count and each function that it is passed to is
-// inlined: a function that a compiler might not inline by itself is QUANT_INLINE.
+// only if loops over it have constant counts and functions it goes to are inlined (QUANT_INLINE).
 //
 // To add a kernel: write the CPU's function in llm.c, the kernel here, its arguments and sizes
 // under "arguments" and its dispatch in metal.c, then its test as the top of test.c says.
@@ -271,8 +270,7 @@ using namespace metal;
 
 // ---- 1. arguments ----
 //
-// All that the kernels and metal.c must agree on stands here, except for the buffers: Metal numbers
-// those of a kernel as its parameters stand, from 0 on.
+// What the kernels and metal.c must agree on. (Metal numbers a kernel's buffers as its parameters.)
 
 #ifndef KERNEL_ARGS
 #define KERNEL_ARGS
@@ -306,8 +304,8 @@ NUMBERS_OF_LLM(NUMBER)
     X(EPILOGUE)      /* what becomes of a product */ \
     X(ACTIVATION)    /* the epilogue's */ \
     X(SOFTCAPPED)    /* scores or logits x become softcap * tanh(x / softcap) */ \
-    X(LIMITED)       /* a product that is stored has a limit; of a GLU W1 x has, and from above \
-                        the activation; 2: so has the activation's input */ \
+    X(LIMITED)       /* a stored product has a limit; in a GLU W1 x has one, and the activation \
+                        one from above; 2: so has the activation's input */ \
     X(HEAD_DIM)      /* size of a head of Q and K, a multiple of 4; of a key of delta_rule */ \
     X(VALUE_DIM)     /* size of a head of V, a multiple of 4 */ \
     X(VALUE_STEP)    /* attention: from a row of V to the next; HEAD_DIM if V is part of K */ \
@@ -318,8 +316,7 @@ NUMBERS_OF_LLM(NUMBER)
     X(QK_LATE)       /* they are normed after RoPE, not before */ \
     X(GATED)         /* a gate of its output follows each head's query; also see delta_conv */ \
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
-    X(FUSED)         /* attention: the newest key is added first. 1: it also norms Q and K, applies
-                        RoPE and writes the cache; 2: rope has done that */ \
+    X(FUSED)         /* attention: the newest key is added first; 1: made here; 2: made by rope */ \
     X(MERGES)        /* attention: old rows are loaded early; a head's last threadgroup merges */ \
     X(CAUSAL)        /* a query does not see later positions */ \
     X(SPANS)         /* it sees none before its own span */ \
@@ -343,15 +340,13 @@ enum {
     UNIT_SIMDGROUPS = 4,                              // of rope, delta_*, latent_row, best_ids
     NORM_THREADS = 256, SORT_THREADS = 1024,          // at most
     MERGE_THREADS = 128, BLOCK_THREADS = 1024,
-    GEMV_SIMDGROUPS = 2,                              // of a threadgroup, if weights are floats
-    GEMV_ROWS = 4,                                    // the most rows of a unit
-    GEMV_FILL = 2048,                                 // this many SIMD-groups fill a GPU
-    STAGED_SIMDGROUPS = 8,                            // of a threadgroup, if gemv stages inputs
-    STAGED_COLS = 4096,                               // columns staged at once, for all tokens
+    GEMV_SIMDGROUPS = 2, STAGED_SIMDGROUPS = 8,       // of gemv: for float, block formats
+    GEMV_ROWS = 4, GEMV_FILL = 2048,                  // most rows of a unit; SIMD-groups of a GPU
+    STAGED_COLS = 4096,                               // columns staged at once, over all tokens
     STAGED_TOKENS = 4,                                // the most tokens that gemv stages
     RING_WORKERS = 8, RING_COPIERS = 2,               // SIMD-groups: of a team; in all
     RING_TILE = 16, RING_SLOTS = 32,                  // a team's rows of a slot; most slots
-    RING_PIECE = 1024,                                // fewest bytes of a long row in a slot
+    RING_PIECE = 1024,                                // fewest bytes of a long row's piece
     RING_SUMS = 128,                                  // sums of a worker in a batch, for a team
     RING_GROUP = 12,                                  // words of a token's staged group
     DOT_STEPS = 4,                                    // loads of floats that overlap
@@ -364,14 +359,12 @@ enum {
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
     PATCH_STRIDE = 36, GEMM_PATCH = 16 * PATCH_STRIDE,   // a SIMD-group's matrices of sums
     HEAD_MAX = 576, QUADS_MAX = 5,                    // the largest HEAD_DIM; a lane's quads of it
-    NARROW_MAX = 256,                                 // the largest key of delta_rule; and
-    FLASH_NARROW = 96,                                // see flash_split
+    NARROW_MAX = 256, FLASH_NARROW = 96,              // see flash_split; delta_rule's widest key
     FLASH_MIN = 8,                                    // tokens; fewer are left to attention
     FLASH_QUERIES = 64, FLASH_KEYS = 32,              // in a tile; a SIMD-group has 16 queries
     FLASH_SIMDGROUPS = FLASH_QUERIES / 16, FLASH_THREADS = FLASH_SIMDGROUPS * SIMD_LANES,
     NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // of threadgroup memory: SIMD-groups' sums
-    DELTA_UNIT = 4,                                   // rows of S that a SIMD-group has
-    DELTA_LAYOUT = 64,                                // rows of S that are a panel in memory
+    DELTA_UNIT = 4, DELTA_LAYOUT = 64,                // state's rows: of a SIMD-group; a panel
     DELTA_LANES = 8,                                  // lanes that share a row; at least BLOCK_MAX
     BLOCK_MAX = 8, DELTA_OWN = 2,                     // tokens of a BLOCK; staged by a SIMD-group
     CONV_TOKENS = 16,                                 // tokens of a thread
@@ -380,10 +373,9 @@ enum {
     FLASH_OWN = 16 * FLASH_STRIDE + 2 * 8 * 8         // floats of a SIMD-group: scores, diagonals
 };
 
-// Structs are made of fixed-width scalars, so that Metal and C lay them out alike. A matrix
-// W[rows][cols] begins `start` bytes after the bound address, which Metal wants aligned. The
-// product W x is multiplied by `scale`. Where each expert has a matrix, `start` is that of the
-// first one, and `step` leads to the next. Results for two inputs lie out_step apart.
+// Structs are made of fixed-width scalars, so that Metal and C lay them out alike. W[rows][cols] is
+// a matrix, or that of the first expert. It begins `start` bytes after the bound address, which
+// Metal wants aligned. W x is multiplied by `scale`. Results for two inputs lie out_step apart.
 struct kernel_matrix {
     uint32_t start, row_bytes;             // bytes
     int32_t rows;
@@ -393,8 +385,8 @@ struct kernel_matrix {
     int32_t piece_bytes;                   // gemv_ring: bytes of a piece of a row
 };
 struct embed_args { struct kernel_matrix w[3]; int32_t cols; };
-// Threadgroup tg of norm, which has the token at position pos = NOW_POS + tg, reads row tg of x, or
-// if `from` is not 0 row (pos + from) % states; and writes that of y, in the same way, with `to`.
+// Threadgroup tg of norm reads row tg of x, or if `from` is not 0 row (pos + from) % states, where
+// pos = now[NOW_POS] + tg. It writes row tg of y, or if `to` is not 0 row (pos + to) % states.
 struct norm_args {
     int32_t cols, groups;                  // weights are w[groups][cols]: row r has w[r % groups]
     float eps, factor, scale;              // factor: before the epilogue; scale: after it
@@ -498,8 +490,7 @@ static inline int ring_stride(int bytes) { return (bytes + 32 + 15) / 32 * 32 + 
 static inline int ring_sums(int teams) { return RING_SUMS * teams; }
 // floats of a group for all tokens; for eight 4 more, so that the next group begins in other banks
 static inline int ring_group(int tokens) { return RING_GROUP * tokens + (tokens == 8 ? 4 : 0); }
-// floats of a set of inputs: the inputs of all TOKENS, a group of each in turn; or, with EXPERTS,
-// one input
+// floats of a set of inputs: all TOKENS', a group of each in turn; with EXPERTS a set is one input
 static inline int ring_set(int cols, int lane_groups, int tokens) {
     return ring_padded(cols, lane_groups) / 32 * ring_group(tokens);
 }
@@ -630,7 +621,7 @@ QUANT_INLINE void load_left(thread half16x16 *a, threadgroup const half *p, int 
 QUANT_INLINE void load_right(thread half16x16 *b, threadgroup const half *p, int stride,
         bool transposed) {
     QUANT_UNROLL for (int i = 0; i < 4; i++) {
-        int from = transposed ? i % 2 * 2 + i / 2 : i;        // of p's four matrices
+        int from = transposed ? i % 2 * 2 + i / 2 : i;    // of p's four matrices
         simdgroup_load(b->m[i], p + from / 2 * 8 * stride + from % 2 * 8, stride, 0, transposed);
     }
 }
@@ -691,8 +682,7 @@ static inline void group_decode(int format, device const uchar *row, uint g, thr
     }
 }
 
-// What QUANT_TYPES says of a format: the bias of its codes, which is 0 exactly if it has offsets m;
-// whether 16 weights have a scale, not 32
+// the bias of a format's codes, 0 exactly if it has offsets m; do 16 weights have a scale, not 32?
 #define X(id, name, weights, bytes, per16, bias) format == id ? bias :
 static inline int format_bias(int format) { return QUANT_TYPES(X) 0; }
 #undef X
@@ -824,8 +814,7 @@ static inline int token_x(int t, constant struct product_args *a) {
 //   sum[t][r] += sum of w[r][i] * norm_weights[i] * x[t][i],   square[t] += sum of x[t][i]^2
 // The first `first` rows have format fa, the others fb.
 //
-// In float formats neighbouring lanes take neighbouring weights, four each, so that together they
-// load whole cache lines. The loads of DOT_STEPS steps overlap.
+// In float formats neighbouring lanes take neighbouring weights, four each: whole cache lines.
 QUANT_INLINE void floats_dot(int fa, int fb, int first, int R, device const uchar *thread const *w,
         thread const struct row_input *in, constant struct product_args *a, thread float *sum,
         thread float *square) {
@@ -854,8 +843,7 @@ QUANT_INLINE void floats_dot(int fa, int fb, int first, int R, device const ucha
 // floats from a token's staged columns to the next token's
 static inline int staged_step(void) { return STAGED_COLS / tokens_at_once() / 32 * X_STRIDE; }
 
-// Stages columns from .. end - 1 of all tokens, after the norm's weights; square[t] gets a thread's
-// share. Here are all threads of the threadgroup.
+// Stages columns from .. end - 1 of all tokens, times norm weights; square[t] gets a thread's share
 static inline void stage_inputs(int from, int end, thread const struct row_input *in,
         constant struct product_args *a, thread float *square) {
     threadgroup_barrier(mem_flags::mem_threadgroup);      // what stood there has been read
@@ -981,9 +969,6 @@ static inline bool has_other(void) { return EPILOGUE == EPILOGUE_ADD || EPILOGUE
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 
 // ---- 3. embed, norms ----
-//
-// What stands before and between the products: a token's first vector, norms and gates, and the
-// halves that gemm reads. All are bound by memory.
 
 // x[cols] = scale * row r of W; with `more` it is added to x
 static inline void embed_table(int format, device const uchar *w, constant struct kernel_matrix *m,
@@ -1061,8 +1046,7 @@ kernel void best_ids(device const float *logits, device float *best, constant st
     best[2] = sum;
 }
 
-// gate[n][cols]: gate[t] = activation(gate[t]) * this layer's inputs of token t, which lie `step`
-// apart. Grid: a thread for each number.
+// gate[n][cols] = activation(gate) * this layer's inputs[n], `step` apart. Grid: a thread a number.
 kernel void gate_inputs(device float *gate, device const float *inputs,
         constant struct input_args *a, PLACE) {
     int i = tg * MERGE_THREADS + tid, t = i / a->cols;
@@ -1109,12 +1093,11 @@ kernel void halve(device const float *x, device half *to, device float *powers,
 // dispatches, which load each byte of weights once, decode it in registers, and forget it:
 //   gemv (norm, Q, K, V, biases) | attention | gemv (Wo, added to x) |
 //   gemv (norm, gate, up, activation) | gemv (down, added to x)
-// Every threadgroup computes the RMSNorm of its input anew. That costs it 4 bytes a column from the
-// cache beside x itself, where it loads many rows of weights anyway; a dispatch more would cost
-// more. (A mean would cost 12 more, so LayerNorm, or a norm with a bias, is a dispatch.)
+// Every threadgroup computes the RMSNorm of its input anew: 4 bytes a column from the cache cost
+// less than a dispatch. (A mean would cost 12 more, so LayerNorm and biased norms are dispatches.)
 
 // Which of three matrices has number i, if the first has 0 to n0 - 1, the second n0 to n1 - 1, and
-// the third all others? gemv so numbers threadgroups, gemv_ring rows, and gemm TILE_ROWS rows each.
+// the third all others? gemv has numbers of threadgroups, gemv_ring of rows, gemm of tiles of rows.
 static inline int matrix_of(int i, int n0, int n1) {
     if (i < n0) return 0;
     return i < n1 ? 1 : 2;
@@ -1122,7 +1105,7 @@ static inline int matrix_of(int i, int n0, int n1) {
 #define OF_LAST_TWO(which, b, c) ((which) == 1 ? (b) : (c))
 #define OF_THREE(which, a, b, c) ((which) == 0 ? (a) : OF_LAST_TWO(which, b, c))
 
-// Which input does choice t, or head t, have? They are numbered on from token to token.
+// The input of choice t, or head t, of a launch. EXPERTS_GATHER: choices of a token have its input.
 static inline int input_of(int t, constant struct product_args *a) {
     return EXPERTS == EXPERTS_GATHER ? t / a->each : t;
 }
@@ -1201,8 +1184,7 @@ static inline void gemv_unit(int fa, int fb, int which, int unit, int expert,
 // for all units, in whole threadgroups. Routers use gemv for each token of a chunk, too: gemm
 // rounds to half, which could reorder experts with almost equal scores. EXPERTS: W0, or the GLU,
 // for the chosen experts of one token: t counts its choices, and y0 is [choices][rows].
-// EXPERTS_HEADS: t counts heads of tokens, each head with a matrix, x and y of its own. With
-// several TOKENS each weight is loaded once for a->few tokens.
+// EXPERTS_HEADS: t counts heads of tokens, and each head has a matrix, x and y of its own.
 kernel void gemv(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
@@ -1243,7 +1225,7 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 // An example: gate and up of Qwen3-0.6B in Q4_0, each 3,072 rows of 1,024 columns, on an H100:
 //   threadgroup   23 or 24 rows of gate and the same of up; there are 132, one on each core
 //   slot          a piece of each of 16 rows: 8 of gate, the same 8 of up (no GLU: of one matrix)
-//   tile          the rows of the result that a slot serves: up to 8 (no GLU: 16)
+//   tile          up to 8 rows of the result (no GLU: 16); it takes a slot for each piece of a row
 //   piece         1 to 2 KB of a row, because short copies are slow; here all its 576 bytes
 //   round         one use of all slots, of which 112 KB of threadgroup memory have ten
 //   batch         up to 64 rows of the result (no GLU: 128), after which workers add their sums
@@ -1285,7 +1267,7 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 //   mbarrier_copy(b, to, from, bytes, i, n)   one arrival, once share i of n of these bytes is
 //                                   there; to, from and bytes are multiples of 16
 //   mbarrier_wait(b, parity)        until the phase with this parity has ended
-//   bits_of(x)                      a float's
+//   bits_of(x)                      the bits of a float
 //   as_other(p)                     p as a pointer to threadgroup memory, not device, or vice versa
 //   workers_barrier(n)              a threadgroup_barrier of the first n threads
 //   multiply_bytes(c, a, b)         c[16][8] += a[16][32] b[32][8], of signed bytes. Lane l has
@@ -1386,7 +1368,7 @@ static inline struct ring_tile tile_at(int r, struct ring_thread me,
     return tile;
 }
 
-// Row i of a slot: its matrix and its row in the tile, or past it. GLU: 8 of gate, then 8 of up.
+// Row i of a slot: its matrix and row in the tile, or past it. GLU: a team has 8 of gate, 8 of up.
 struct slot_row { int which, row; };
 static inline struct slot_row row_at(int i, struct ring_tile tile) {
     int of = RING_TILE / 2;
@@ -1467,9 +1449,8 @@ static inline void ring_feed(struct ring_memory m, struct ring_thread me, device
 }
 
 // Stages four neighbours of x, normed, from number i of their group on; eight lanes have a group.
-// Adding ROUNDER leaves the nearest integer in the low bits, as in llm.c.
 static inline void stage_four(float4 x, int i, threadgroup float *group) {
-    const float ROUND = 12582912.0f;                      // llm.c's ROUNDER
+    const float ROUND = 12582912.0f;   // llm.c's ROUNDER: x + ROUND has an integer in its low bits
     float top = 0.0f, sum = 0.0f;
     uint word = 0;
     for (int e = 0; e < 4; e++) top = max(top, fabs(x[e]));
@@ -1485,12 +1466,11 @@ static inline void stage_four(float4 x, int i, threadgroup float *group) {
     sum += simd_shuffle_xor(sum, 2);
     float all = sum + simd_shuffle_xor(sum, 4);
     if (i % 16 == 0) group[8 + i / 16] = sum * scale;
-    if (i == 0) group[10] = scale + (all - all);           // NaN for infinity and NaN
+    if (i == 0) group[10] = scale + (all - all);          // NaN for infinity and NaN
     if (i == 0) group[11] = all * scale;
 }
 
-// A worker stages its stretches in steps of 128 columns, four a lane: LANE_GROUPS steps in each
-// turn. The first column that a lane has of step n:
+// A worker stages 128 columns in a step, LANE_GROUPS steps in a turn. The lane's first of step n:
 static inline int worker_col(int n, int worker, uint lane) {
     int turn = n / LANE_GROUPS, step = n % LANE_GROUPS;
     return turn * ring_turn(LANE_GROUPS) + worker * ring_stretch(LANE_GROUPS) + 128 * step +
@@ -1662,20 +1642,18 @@ static inline float ring_sum(threadgroup const float *sums, int which, int row, 
     return sum * a->factor;
 }
 
-// A thread's result in a batch, if it `has` one: a token's in the row at which `tile` begins, y
-// floats from the first
-struct ring_result { struct ring_tile tile; int token; ulong y; bool has; };
+// A thread's result in a batch, if it `has` one: y[at] of a token, in the row where `tile` begins
+struct ring_result { struct ring_tile tile; int token; ulong at; bool has; };
 static inline struct ring_result result_of(struct ring_thread me, int from, int to,
         constant struct product_args *a) {
     int row = from + (int)me.tid % batch_rows(), token = (int)me.tid / batch_rows();
     struct ring_tile tile = tile_at(min(row, me.end - 1), me, a);
     struct ring_result x = {tile, token, 0, row < to && token < (TOKENS > 1 ? a->few : 1)};
-    x.y = (ulong)(tile.choice + token) * a->w[tile.which].out_step + tile.row;
+    x.at = (ulong)(tile.choice + token) * a->w[tile.which].out_step + tile.row;
     return x;
 }
 
-// Writes this result. sums: of all workers; other: what the epilogue adds; out0 to out2: of the
-// matrices
+// Writes that result. sums: those of all workers in the batch; other: what the epilogue adds
 static inline void ring_finish(struct ring_memory m, struct ring_thread me, struct ring_result x,
         threadgroup const float *sums, float other, struct ring_out out0, struct ring_out out1,
         struct ring_out out2, device const int *chosen, constant struct product_args *a) {
@@ -1690,13 +1668,12 @@ static inline void ring_finish(struct ring_memory m, struct ring_thread me, stru
     if (NORMED) scale = rsqrt(square / (float)a->cols + a->eps);
     if (IS_GLU) other = ring_sum(sums, 0, row, expert, scale, out0, a);
     float v = ring_sum(sums + row_sums() - 1, which, row, expert, scale, out, a);
-    finish((IS_GLU ? out0.y : out.y) + x.y, v, &a->end, other);
+    finish((IS_GLU ? out0.y : out.y) + x.at, v, &a->end, other);
 }
 
-// The products of gemv, with the same buffers, for one token or, with several TOKENS, for a->few,
-// whose inputs are in x, or PACKED. EXPERTS: for the choices of a few tokens, each as one token,
-// because a threadgroup seldom has rows of several. Grid: one or two threadgroups for each core,
-// none empty
+// The products of gemv, with the same buffers, for one token or, with several TOKENS, a->few, whose
+// inputs are in x, or PACKED. EXPERTS: for the choices of a few tokens, each as one token, because
+// a threadgroup seldom has rows of several. Grid: one or two threadgroups a core; each has a row
 kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
@@ -1728,7 +1705,7 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
         int to = min(from + batch_rows(), end);
         threadgroup float *sums = m.sums + buffer * RING_WORKERS * ring_sums(TEAMS);
         struct ring_result soon = result_of(me, from, to, a);   // again below: few registers
-        float old = soon.has && EPILOGUE == EPILOGUE_ADD ? other[soon.y] : 0.0f;   // is on its way
+        float old = soon.has && EPILOGUE == EPILOGUE_ADD ? other[soon.at] : 0.0f;   // is on its way
         ring_rows(m, me, &at, chosen, from, to, sums, a);
         workers_barrier(workers() * SIMD_LANES);          // all sums are there
         ring_finish(m, me, result_of(me, from, to, a), sums, old, out0, out1, out2, chosen, a);
@@ -1941,7 +1918,6 @@ QUANT_INLINE void rows_load(thread struct kv_rows *x, device const half *k, devi
     }
 }
 
-// adds them for all of the threadgroup's queries
 QUANT_INLINE void rows_add(thread const struct kv_rows *rows, thread const float *slopes,
         constant struct attention_args *a, thread struct softmax_state *state) {
     QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++)
@@ -2091,10 +2067,9 @@ static inline bool row_is_new(int r, int start, constant struct attention_args *
 //                     last slice computes the key: another one may still be writing it
 //   2       a few     rope has written them; they are added first, as if the token ran alone
 //   0       a chunk   rope has written them, or latent_row, or another layer: rows like all others
-// If MERGES, rows that earlier passes wrote are loaded before the input is there. Of several slices
-// the results go to parts[n][n_head][a->slices][..]. Bound by memory: 4 bytes of K and V serve 4
-// FLOP of each query head. More than ATTENTION_HEADS of them would take so many registers that too
-// few SIMD-groups could run at once to hide how long a load takes.
+// If MERGES, rows that earlier passes wrote are loaded before the input is there. Bound by memory:
+// 4 bytes of K and V serve 4 FLOP of each query head. More than ATTENTION_HEADS would take so many
+// registers that too few SIMD-groups could run at once to hide how long a load takes.
 kernel void attention(device const float *v_new, device const float *angles,   // [n_rot / 2][2]
         device const float *q_norm, device const float *k_norm,                   // buffers 2, 3
         device const float *q_bias, device const float *k_bias, device const float *k_new,
@@ -2253,11 +2228,11 @@ static inline void block_add(int format, int which, device const uchar *w, int c
 
 // By one threadgroup of BLOCK_THREADS threads:
 //   x += Wo att,   h = activation(gate n) * (up n) where n = rms_norm(x),   x += down h
-// Why it is slower: a threadgroup runs on one core. A layer of Qwen3-0.6B has 12 MB of these
-// weights at 8 bits. One of an M1's eight cores may load some 8 of its 68 GB/s, which takes 1.5 ms.
-// The three dispatches of decode use all cores: 0.2 ms. One dispatch for a whole token is no gain:
-// on an H100 a barrier over the grid takes 1.5 to 2.2 us, in which memory idles, and the same
-// kernels made 888 tokens a second so, 1,045 as a graph of launches (8B: 231, 296).
+// Why it is slower: a threadgroup runs on one core, and one of an M1's eight may load some 8 of its
+// 68 GB/s. That takes 1.5 ms for the 12 MB of these weights in a layer of Qwen3-0.6B at 8 bits; the
+// three dispatches of decode use all cores: 0.2 ms. One dispatch for a whole token is no gain, as a
+// barrier over the grid of an H100 takes 1.5 to 2.2 us, in which memory idles: it made 888 tokens
+// a second, and a graph of launches 1,045 (8B: 231, 296).
 // x and h are in device memory, but only this threadgroup writes them, so barriers are enough.
 [[max_total_threads_per_threadgroup(BLOCK_THREADS)]]
 kernel void ffn_block(device const uchar *wo, device const uchar *gate, device const uchar *up,
@@ -2290,10 +2265,9 @@ kernel void ffn_block(device const uchar *wo, device const uchar *gate, device c
 //
 // An example: 40 tokens, 96 rows, 64 columns. The host takes tiles of 64 tokens x 64 rows. They are
 // two threadgroups of 128 threads: one for rows 0..63, one for rows 64..95. A step is 64 columns,
-// so there is one, in which thread 5 decodes columns 32..63 of its tile's row 2. SIMD-group sg
-// multiplies 2 x 2 matrices, for tokens from sg % 2 * 32 on and rows of the tile from sg / 2 * 32
-// on. Past the last token and row a tile repeats these, but nobody writes the sums: tokens 40..63
-// and, in the second threadgroup, all that SIMD-groups 2 and 3 have computed.
+// so there is one, in which thread 5 decodes columns 32..63 of its tile's row 2. SIMD-group 3
+// multiplies 2 x 2 matrices, for tokens and rows 32..63. Past the last token and row a tile repeats
+// these, but nobody writes the sums: tokens 40..63 and, in the second tile, rows 32..63.
 
 // What a threadgroup computes: rows from `row` on of matrix m, with bytes w. from[TILE_TOKENS], in
 // threadgroup memory, says which row of x each token of the tile has.
@@ -2460,8 +2434,7 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
     if (which == 1 && FORMAT_1 != FORMAT_0) tile_product(FORMAT_1, &t, buffers, c);
     else if (which == 2 && FORMAT_2 != FORMAT_0) tile_product(FORMAT_2, &t, buffers, c);
     else tile_product(FORMAT_0, &t, buffers, c);
-    // sums pass through the SIMD-group's own memory, so that neighbouring lanes write neighbouring
-    // rows; those past the last token or row are dropped
+    // sums pass through the SIMD-group's own memory: so neighbouring lanes write neighbouring rows
     device const float *bias = OF_THREE(which, bias0, bias1, bias2);
     device float *y = OF_THREE(which, y0, y1, y2);
     threadgroup float *patch = (threadgroup float *)buffers + sg * GEMM_PATCH;
@@ -2536,8 +2509,7 @@ static inline int flash_next(device const int *pos_k, int r0, int used, int firs
 // Does a tile of keys hold the values, too? In latent attention a value is the start of its key.
 static inline bool values_in_keys(void) { return VALUE_STEP != VALUE_DIM; }
 
-// SIMD-groups that share the columns of a head; how many a SIMD-group has of a key and of a value;
-// halves from one row of a tile of keys, or of values, to the next
+// flash_split of this variant; columns that a SIMD-group has of a key, a value; halves of a row
 static inline int flash_ways(void) { return flash_split(HEAD_DIM, VALUE_DIM, BUFFERS); }
 static inline int key_cols(void) { return flash_cols(HEAD_DIM, flash_ways()) / flash_ways(); }
 static inline int value_cols(void) { return flash_cols(VALUE_DIM, flash_ways()) / flash_ways(); }
@@ -3005,7 +2977,8 @@ QUANT_INLINE void delta_load(device const float *k, device const float *q, devic
             in->k[i][n] = j < HEAD_DIM ? k[(ulong)t * step + j] : 0.0f;
             in->q[i][n] = j < HEAD_DIM ? q[(ulong)t * step + j] : 0.0f;
             if (!CHANNELS) in->alpha[i][n] = alpha[(ulong)t * a->n_value];
-            else in->alpha[i][n] = j < HEAD_DIM ? alpha[(ulong)t * a->n_value * HEAD_DIM + j] : 0.0f;
+            else
+                in->alpha[i][n] = j < HEAD_DIM ? alpha[(ulong)t * a->n_value * HEAD_DIM + j] : 0.0f;
         }
         in->beta[i] = ASKS ? beta[(ulong)t * a->n_value] : 0.0f;
     }
@@ -3156,8 +3129,7 @@ QUANT_INLINE void delta_update(thread const struct delta_shared *from, thread fl
 // Grid: threadgroups of a head's rows, with a SIMD-group for DELTA_UNIT of them. The k and q of a
 // BLOCK are staged, and all k[j]' k[t] and k[j]' q[t], by the SIMD-group that has staged token t.
 // Eight lanes share a row: lane l has row l / 8, and of it every eighth quad from l % 8 on. In
-// memory S is as llm.c has it, [dv / 64][dk][64]. A row of mix[n] has q and k of n_key heads, and
-// v; or in a state space x, k and q.
+// memory S is as in llm.c, [dv / 64][dk][64]. mix[n] has q, k and v; in a state space x, k and q.
 kernel void delta_rule(device float *state, device const float *mix, device const float *alpha,
         device const float *beta, device const float *dt, device const float *decay,
         device float *out, device const float *z, device const float *skip,  // out[n][n_value][dv]

@@ -942,8 +942,8 @@ static int ring_slots(struct product_args *a, int lane_groups, int tokens, int t
 }
 
 // What gemv_ring runs for up to `few` tokens, with `room` bytes: a->few of them (0: none), with
-// a->input_sets and a->slots. per_token: a token's inputs for its experts, which run as for one token,
-// or 0. Else weights meet all tokens, or half, in the first of these ways that has slots enough:
+// a->input_sets and a->slots. per_token: a token's inputs for its experts, which run as for one
+// token, or 0. Else weights meet all tokens, or half, in the first of these ways with enough slots:
 // beside the next launch, as for one token; with two teams and all memory; with one.
 typedef struct { int tokens, teams, room; } RingPlan;   // TOKENS, TEAMS, bytes
 static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int per_token,
