@@ -279,7 +279,7 @@ enum { FORMAT_F32 = 0, FORMAT_F16 = 1, FORMAT_Q8_0 = 8, FORMAT_BF16 = 30 };   //
 // the result for a product v: v, other + v, activation(other) * v, activation(v)
 enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
 enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: a norm, its weights, its bias
-enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see gemv, gemm
+enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see input_of, gemm
 // llm.c's numbers. RoPE's pairs are (i, i + n_rot / 2) or (2i, 2i + 1)
 #define NUMBERS_OF_LLM(X) \
     X(ACT_SILU, 0) X(ACT_GELU, 1) X(ACT_RELU2, 2) X(ACT_SWIGLU_OAI, 3) X(ACT_RELU, 4) \
@@ -1305,16 +1305,16 @@ QUANT_INLINE void group_add(int format, bool per16, int s0, int s1, thread const
 // Adds the parts of the two groups that a lane has decoded, qa of format fa in row l / 4 and qb of
 // fb in row l / 4 + 8, to acc[2 t] and acc[2 t + 1] of each token t, by products c += a b. A row of
 // a has four codes of each of four groups, then the next four. A column of b has numbers of the
-// first token (1) or of the second (2) at the codes of one group, else zeros:
+// first token (1) or of the second (2) opposite the codes of one group, else zeros:
 //   a row of a       group 0 | group 1 | group 2 | group 3 | group 0, the next four | and so on
 //   column 0 of b    1 1 1 1 | . . . . | . . . . | . . . . | 1 1 1 1
 //   column 1 of b    2 2 2 2 | . . . . | . . . . | . . . . | 2 2 2 2
 //   column 2 of b    . . . . | 1 1 1 1 | . . . . | . . . . | . . . .                | and so on
 // So c[r][2 i] is the first token's sum of group i in row r, in the lane that has decoded it, and
 // c[r][2 i + 1] the second's. A lane has two parts in this. Its own group, in a and c, is l % 4. In
-// b it has column l / 4, which is for group l / 8; it gives that its own group's numbers, of token
-// l / 4 % 2, if l / 8 is l % 4, else zeros. Lane 13 has group 1 of rows 3 and 11, and gives column
-// 3 the second token's numbers. Lane 12 has group 0, and gives column 3 zeros.
+// b it fills four rows of column l / 4, which is for group l / 8 and token l / 4 % 2: with that
+// token's numbers of its own group if l / 8 is l % 4, else with zeros. Lane 13 has group 1 of rows
+// 3 and 11, and fills column 3 with the second token's numbers; lane 12, of group 0, with zeros.
 // x: the lane's group as it is staged; right: the lane's part of b, in that group or in zeros.
 QUANT_INLINE void codes_dot(int fa, int fb, thread const uint *qa, thread const uint *qb,
         thread const float *da, thread const float *db, threadgroup const float *x,
@@ -1470,7 +1470,7 @@ static inline void stage_four(float4 x, int i, threadgroup float *group) {
     if (i == 0) group[11] = all * scale;
 }
 
-// A worker stages 128 columns in a step, LANE_GROUPS steps in a turn. The lane's first of step n:
+// A worker stages 128 columns a step, LANE_GROUPS steps a turn. A lane's first of four in step n:
 static inline int worker_col(int n, int worker, uint lane) {
     int turn = n / LANE_GROUPS, step = n % LANE_GROUPS;
     return turn * ring_turn(LANE_GROUPS) + worker * ring_stretch(LANE_GROUPS) + 128 * step +
@@ -1547,8 +1547,8 @@ QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra, threadgr
         int groups, threadgroup const float *x, threadgroup const float *zeros,
         struct ring_thread me, thread float *acc) {
     int last = groups / LANE_GROUPS - 1, mine = me.lane % 4;
-    bool second = me.lane / 4 % 2, feeds = (int)me.lane / 8 == mine;   // b, see codes_dot
-    bool zero = !feeds || (second && tokens_at_once() == 1);
+    bool second = me.lane / 4 % 2, fills = (int)me.lane / 8 == mine;   // b, see codes_dot
+    bool zero = !fills || (second && tokens_at_once() == 1);
     // past the row's end a lane takes the last again, and x is 0: only a row's last piece ends so
     for (int i = 4 * me.worker; i <= last; i += 4 * RING_WORKERS) {
         uint take = min(i + mine, last), qa[2][8], qb[2][8];
@@ -1566,7 +1566,7 @@ QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra, threadgr
 }
 
 // The same for a team's rows of piece p of a tile, when its slot is full. Rows past the tile's are
-// whatever is in the slot, and their sums are not used; a team may have no others.
+// whatever is in the slot, and their sums are not used; a team may have only such rows.
 QUANT_INLINE void ring_piece(struct ring_memory m, struct ring_thread me, int slot, int round,
         struct ring_tile tile, int expert, int p, threadgroup const float *x,
         constant struct product_args *a, thread float *acc) {
