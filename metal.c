@@ -1058,7 +1058,7 @@ static int run_units(Session *s, const Products *p, Dispatch *d, struct product_
     int most = gemv_most(all), tokens = tokens_for(a->few);
     for (int i = 0; i < n_results(p); i++)
         a->per_output += gemv_grid(p->w[i]->type, p->w[i]->rows, most, tokens,
-                                p->e.kind == EPILOGUE_GLU, nsg);
+                                   p->e.kind == EPILOGUE_GLU, nsg);
     d->groups = a->per_output * a->outputs;
     d->threads = nsg * SIMD_LANES;
     d->shared = floats ? 0 : staged_floats(p->w[0]->cols, tokens);
