@@ -2,11 +2,11 @@
 // kernels.metal: the GPU kernels, in what Metal, CUDA C++ and C have in common. Metal compiles this
 // text after quant.h; the tests include it in a C program and run it on a GPU made of software.
 //
-// A kernel is one step of the forward pass. In come weights as the file has them, activations in
-// f32 and a struct of sizes; out come activations, and new rows of the KV cache. metal.c decides
-// which kernels run, in what order and on which buffers. Read norm (3) first, a small kernel with
-// all that the others have; then gemv (4), which is most of the time that a token takes, and what
-// it is made of in 2; then gemm (6), which has an example in numbers.
+// A kernel is one step of the forward pass. It reads weights as the file has them, activations in
+// f32 (gemm: f16) and a struct of sizes. It writes activations, or rows of the KV cache. metal.c
+// decides which kernels run, in what order and on which buffers. Read norm (3) first, a small
+// kernel with all that the others have. Then read gemv (4), which takes most of a token's time, and
+// section 2, which gemv is made of; then gemm (6), which has an example in numbers.
 //
 //    1. arguments           structs, function constants and sizes, which metal.c includes, too
 //    words for launches     what a launch waits for
@@ -20,7 +20,7 @@
 //                           gate_heads        gate_row; the gate in delta_out_row, for KDA
 //                           halve             (makes the activations of gemm halves)
 //    4. decode              gemv              matmul (few tokens); add_row, activate, head_products
-//                           gemv_ring         the same, on NVIDIA's GPUs
+//                           gemv_ring         the same on NVIDIA's GPUs: block formats, bytes of x
 //                           ring_inputs       (packs the inputs of a few tokens for it)
 //                           attention         attention; if FUSED, heads_row before it
 //                           attention_merge   the end of attention, for a long KV ring
@@ -48,7 +48,7 @@
 // do. Metal has no double: write 1.0f. A large number takes the place of infinity, because
 // exp(inf - inf) is NaN. If arguments of one dispatch are the same memory, a number in it is read
 // and written by one thread only: Metal takes them for different memory. An array is in registers
-// only if all loops over it have a constant count, and what it is passed to is QUANT_INLINE.
+// only if loops over it have constant counts and functions it goes to are inlined (QUANT_INLINE).
 //
 // To add a kernel: write the CPU's function in llm.c, the kernel here, its arguments and sizes
 // under "arguments" and its dispatch in metal.c, then its test as the top of test.c says.
@@ -116,12 +116,12 @@ struct half16x16 { uint r[4]; };
 struct float16x16 { float e[8]; };
 uint shared_address(const void *p) { return (uint)__cvta_generic_to_shared(p); }
 // Lane l gives the address of row l % 8 of the 8 x 8 matrix l / 8, which goes to r[l / 8].
-void load_matrices(half16x16 *m, const half *p, bool trans) {
+void load_matrices(half16x16 *m, const half *p, bool transposed) {
 #define LDMATRIX(way) \
     asm volatile("ldmatrix.sync.aligned.m8n8.x4" way ".shared.b16 {%0,%1,%2,%3}, [%4];" \
                  : "=r"(m->r[0]), "=r"(m->r[1]), "=r"(m->r[2]), "=r"(m->r[3]) \
                  : "r"(shared_address(p)))
-    if (trans) LDMATRIX(".trans");
+    if (transposed) LDMATRIX(".trans");
     else LDMATRIX("");
 #undef LDMATRIX
 }
@@ -129,10 +129,10 @@ void load_left(half16x16 *m, const half *p, int stride) {
     load_matrices(m, p + threadIdx.x % 16 * stride + threadIdx.x / 16 % 2 * 8, false);
 }
 // In this order the two registers that one mma reads are neighbours: else each would need moves.
-void load_right(half16x16 *m, const half *p, int stride, bool turned) {
+void load_right(half16x16 *m, const half *p, int stride, bool transposed) {
     int lane = threadIdx.x % 32, first = lane / 8 % 2 * 8, second = lane / 16 * 8;
-    p += turned ? (second + lane % 8) * stride + first : (first + lane % 8) * stride + second;
-    load_matrices(m, p, !turned);
+    p += transposed ? (second + lane % 8) * stride + first : (first + lane % 8) * stride + second;
+    load_matrices(m, p, !transposed);
 }
 void zero16(float16x16 *c) { for (int i = 0; i < 8; i++) c->e[i] = 0.0f; }
 void multiply16(float16x16 *c, const half16x16 *a, const half16x16 *b) {
@@ -168,10 +168,10 @@ void copy_16(half *to, const half *from) {
                  : "memory");
 }
 void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// The words for launches and gemv_ring's are explained there. An mbarrier counts what arrives in
-// threadgroup memory; who waits for it polls, or sleeps (MAY_SLEEP). EARLY: from compute capability
-// 9.0 on a launch may start before the last one has ended, and one thread has a whole row copied in
-// bulk, by hardware that must see a new mbarrier (BULK_FENCE); else n threads copy it, by 16 bytes.
+// "Words for launches" and gemv_ring's comment say what these functions do. A thread that waits for
+// an mbarrier polls it, and try_wait may put it to sleep. EARLY is 1 from compute capability 9.0
+// and NVRTC 12 on. Then a launch may start before the last one has ended, and one thread has a row
+// copied in bulk, by hardware that must see a new mbarrier (BULK_FENCE). Else n threads copy it.
 typedef ulong mbarrier;
 void mbarrier_arrive(mbarrier *b) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(shared_address(b)) : "memory");
@@ -270,8 +270,7 @@ using namespace metal;
 
 // ---- 1. arguments ----
 //
-// All that the kernels and metal.c must agree on stands here, except for the buffers: Metal numbers
-// those of a kernel as its parameters stand, from 0 on.
+// What the kernels and metal.c must agree on. (Metal numbers a kernel's buffers as its parameters.)
 
 #ifndef KERNEL_ARGS
 #define KERNEL_ARGS
@@ -280,7 +279,7 @@ enum { FORMAT_F32 = 0, FORMAT_F16 = 1, FORMAT_Q8_0 = 8, FORMAT_BF16 = 30 };   //
 // the result for a product v: v, other + v, activation(other) * v, activation(v)
 enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GLU, EPILOGUE_ACT };
 enum { NORM_ANY = 1, NORM_WEIGHTS = 2, NORM_BIAS = 4 };  // bits: a norm, its weights, its bias
-enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see gemm
+enum { EXPERTS_NONE, EXPERTS_GATHER, EXPERTS_SORTED, EXPERTS_HEADS };   // see input_of, gemm
 // llm.c's numbers. RoPE's pairs are (i, i + n_rot / 2) or (2i, 2i + 1)
 #define NUMBERS_OF_LLM(X) \
     X(ACT_SILU, 0) X(ACT_GELU, 1) X(ACT_RELU2, 2) X(ACT_SWIGLU_OAI, 3) X(ACT_RELU, 4) \
@@ -305,8 +304,8 @@ NUMBERS_OF_LLM(NUMBER)
     X(EPILOGUE)      /* what becomes of a product */ \
     X(ACTIVATION)    /* the epilogue's */ \
     X(SOFTCAPPED)    /* scores or logits x become softcap * tanh(x / softcap) */ \
-    X(LIMITED)       /* a product that is stored has a limit, or the GLU's two factors; 2: the \
-                        activation's input has it */ \
+    X(LIMITED)       /* a stored product has a limit; in a GLU W1 x has one, and the activation \
+                        one from above; 2: so has the activation's input */ \
     X(HEAD_DIM)      /* size of a head of Q and K, a multiple of 4; of a key of delta_rule */ \
     X(VALUE_DIM)     /* size of a head of V, a multiple of 4 */ \
     X(VALUE_STEP)    /* attention: from a row of V to the next; HEAD_DIM if V is part of K */ \
@@ -317,16 +316,15 @@ NUMBERS_OF_LLM(NUMBER)
     X(QK_LATE)       /* they are normed after RoPE, not before */ \
     X(GATED)         /* a gate of its output follows each head's query; also see delta_conv */ \
     X(ALIBI)         /* a score decreases with the distance of query and key */ \
-    X(FUSED)         /* attention: the newest key is added first. 1: it also norms Q and K, applies
-                        RoPE and writes the cache; 2: rope has done that */ \
+    X(FUSED)         /* attention: the newest key is added first; 1: made here; 2: made by rope */ \
     X(MERGES)        /* attention: old rows are loaded early; a head's last threadgroup merges */ \
     X(CAUSAL)        /* a query does not see later positions */ \
     X(SPANS)         /* it sees none before its own span */ \
     X(UNIT_ROWS)     /* gemv: the most rows that a unit may have */ \
     X(PACKED)        /* gemv_ring: ring_inputs has staged its inputs */ \
-    X(LANE_GROUPS)   /* gemv_ring: neighbouring groups that a lane takes at once, 1 or 2 */ \
-    X(TOKENS)        /* gemv, gemv_ring: 1, 2, 4 or 8 meet each weight; a->few of them exist */ \
-    X(TEAMS)         /* gemv_ring: of workers, each with 16 rows of a slot */ \
+    X(LANE_GROUPS)   /* gemv_ring: neighbouring groups of 32 weights that a lane takes, 1 or 2 */ \
+    X(TOKENS)        /* gemv, gemv_ring: tokens for which a weight is loaded once: 1, 2, 4, 8 */ \
+    X(TEAMS)         /* gemv_ring: teams of workers, 1 or 2 */ \
     X(TILE_TOKENS) X(TILE_ROWS)   /* gemm: tokens and rows of a tile */ \
     X(BUFFERS)       /* gemm, flash_attention: buffers of tiles, 1 or 2 */ \
     X(ASKS)          /* delta_rule: the delta rule, which asks the state; else a state space */ \
@@ -342,14 +340,14 @@ enum {
     UNIT_SIMDGROUPS = 4,                              // of rope, delta_*, latent_row, best_ids
     NORM_THREADS = 256, SORT_THREADS = 1024,          // at most
     MERGE_THREADS = 128, BLOCK_THREADS = 1024,
-    GEMV_SIMDGROUPS = 2, GEMV_ROWS = 4,               // of floats; a unit has at most 4 rows
-    GEMV_FILL = 2048,                                 // so many SIMD-groups fill a GPU
-    STAGED_SIMDGROUPS = 8, STAGED_COLS = 4096,        // where gemv stages inputs: columns at once,
-    STAGED_TOKENS = 4,                                // of all tokens, and the most tokens
-    RING_WORKERS = 8, RING_COPIERS = 2,               // SIMD-groups
+    GEMV_SIMDGROUPS = 2, STAGED_SIMDGROUPS = 8,       // of gemv: for float, block formats
+    GEMV_ROWS = 4, GEMV_FILL = 2048,                  // most rows of a unit; SIMD-groups of a GPU
+    STAGED_COLS = 4096,                               // columns staged at once, over all tokens
+    STAGED_TOKENS = 4,                                // the most tokens that gemv stages
+    RING_WORKERS = 8, RING_COPIERS = 2,               // SIMD-groups: of a team; in all
     RING_TILE = 16, RING_SLOTS = 32,                  // a team's rows of a slot; most slots
-    RING_PIECE = 1024,                                // about as many bytes of a row in a slot
-    RING_SUMS = 128,                                  // sums of a worker for each team's rows
+    RING_PIECE = 1024,                                // fewest bytes of a long row's piece
+    RING_SUMS = 128,                                  // sums of a worker in a batch, for a team
     RING_GROUP = 12,                                  // words of a token's staged group
     DOT_STEPS = 4,                                    // loads of floats that overlap
     X_STRIDE = 36,                                    // from a staged group to the next
@@ -357,16 +355,16 @@ enum {
     ATTENTION_HEADS = 2,                              // query heads that share the rows they read
     ATTENTION_SLICE = 32, ATTENTION_FILL = 256,       // fewest rows of a slice; slices of a GPU
     PARTS_STEP = 8,                                   // parts of a softmax that are merged at once
-    GEMM_FEW = 16, GEMM_ROWS = 128,                   // fewest tokens in a tile; most rows
+    GEMM_MIN = 16, GEMM_ROWS = 128,                   // fewest tokens of a tile; most rows
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
     PATCH_STRIDE = 36, GEMM_PATCH = 16 * PATCH_STRIDE,   // a SIMD-group's matrices of sums
     HEAD_MAX = 576, QUADS_MAX = 5,                    // the largest HEAD_DIM; a lane's quads of it
-    NARROW_MAX = 256, FLASH_NARROW = 96,              // widest head of a SIMD-group alone, also dk
+    NARROW_MAX = 256, FLASH_NARROW = 96,              // see flash_split; delta_rule's widest key
     FLASH_MIN = 8,                                    // tokens; fewer are left to attention
     FLASH_QUERIES = 64, FLASH_KEYS = 32,              // in a tile; a SIMD-group has 16 queries
     FLASH_SIMDGROUPS = FLASH_QUERIES / 16, FLASH_THREADS = FLASH_SIMDGROUPS * SIMD_LANES,
     NORM_FLOATS = NORM_THREADS / SIMD_LANES,          // of threadgroup memory: SIMD-groups' sums
-    DELTA_UNIT = 4, DELTA_LAYOUT = 64,                // rows of a SIMD-group; that S has together
+    DELTA_UNIT = 4, DELTA_LAYOUT = 64,                // state's rows: of a SIMD-group; a panel
     DELTA_LANES = 8,                                  // lanes that share a row; at least BLOCK_MAX
     BLOCK_MAX = 8, DELTA_OWN = 2,                     // tokens of a BLOCK; staged by a SIMD-group
     CONV_TOKENS = 16,                                 // tokens of a thread
@@ -375,26 +373,26 @@ enum {
     FLASH_OWN = 16 * FLASH_STRIDE + 2 * 8 * 8         // floats of a SIMD-group: scores, diagonals
 };
 
-// Structs are made of fixed-width scalars, so that Metal and C lay them out alike. A matrix
-// W[rows][cols] begins `start` bytes after the bound address, which Metal wants aligned. The
-// product W x is multiplied by `scale`. Where each expert has a matrix, `start` is that of the
-// first one; matrices lie `step` bytes apart, their biases bias_step floats. The results of gemv
-// for two inputs lie out_step floats apart, which is at least `rows`.
+// Structs are made of fixed-width scalars, so that Metal and C lay them out alike. W[rows][cols] is
+// a matrix, or that of the first expert. It begins `start` bytes after the bound address, which
+// Metal wants aligned. W x is multiplied by `scale`. Results for two inputs lie out_step apart.
 struct kernel_matrix {
-    uint32_t start, row_bytes;
+    uint32_t start, row_bytes;             // bytes
     int32_t rows;
     float scale;
-    uint32_t step;
-    int32_t bias_step, out_step;
-    int32_t piece_bytes;                   // of a row in a slot of gemv_ring
+    uint32_t step;                         // bytes from an expert's matrix to the next
+    int32_t bias_step, out_step;           // floats; out_step is at least `rows`
+    int32_t piece_bytes;                   // gemv_ring: bytes of a piece of a row
 };
 struct embed_args { struct kernel_matrix w[3]; int32_t cols; };
+// Threadgroup tg of norm reads row tg of x, or if `from` is not 0 row (pos + from) % states, where
+// pos = now[NOW_POS] + tg. It writes row tg of y, or if `to` is not 0 row (pos + to) % states.
 struct norm_args {
     int32_t cols, groups;                  // weights are w[groups][cols]: row r has w[r % groups]
     float eps, factor, scale;              // factor: before the epilogue; scale: after it
     int32_t step;                          // from a result to the next
-    int32_t states, from, to;              // from (to): not 0 if x (y) has a row for each position
-};                                         // modulo `states`: row 0 of the grid has NOW_POS + from
+    int32_t states, from, to;
+};
 struct best_args { int32_t n, rows; };
 struct input_args { int32_t n, cols, step; };
 struct halve_args { int32_t cols, step; };
@@ -402,15 +400,15 @@ struct finish_args { float softcap, limit, alpha_n, alpha_p, beta, eps; };   // 
 struct product_args {
     struct kernel_matrix w[4];
     int32_t cols, x_step, tokens;          // x_step: from an input of gemv to the next
-    int32_t outputs;                       // of tokens, or of their choices or heads
+    int32_t outputs;                       // of the grid: choices, heads, a chunk's tokens; or 1
     int32_t each;                          // choices, or heads, of a token
-    int32_t units;                         // gemv: threadgroups for an output
+    int32_t per_output;                    // gemv: threadgroups for an output
     int32_t tiles;                         // gemm: the most tiles of tokens
     int32_t threadgroups;                  // of gemv_ring; of a token in ring_inputs
     int32_t piece_cols, pieces;            // gemv_ring: columns of a piece; pieces of a row
     int32_t stride, slots;                 // bytes from a slot's row to the next; number of slots
-    int32_t inputs, input;                 // staged at once, 1 for all TOKENS; floats of one
-    int32_t few;                           // tokens of a launch, at most FEW
+    int32_t input_sets, set_floats;        // sets of staged inputs, see ring_set; floats of a set
+    int32_t few;                           // if TOKENS > 1: how many of these exist
     float eps, factor;                     // factor: of W x + bias
     struct finish_args end;
 };
@@ -462,8 +460,8 @@ static inline int gemv_rows(int format, int most, int tokens, bool pair) {
     if (rows > most) rows = most;
     return pair && rows > 1 ? rows / 2 : rows;
 }
-// threadgroups for a matrix, of nsg SIMD-groups
-static inline int gemv_groups(int format, int rows, int most, int tokens, bool pair, int nsg) {
+// threadgroups of nsg SIMD-groups for a matrix
+static inline int gemv_grid(int format, int rows, int most, int tokens, bool pair, int nsg) {
     return div_up(rows, gemv_rows(format, most, tokens, pair) * nsg);
 }
 
@@ -481,34 +479,36 @@ static inline int ring_turn(int lane_groups) { return RING_WORKERS * ring_stretc
 static inline int ring_padded(int cols, int lane_groups) {
     return div_up(cols, ring_stretch(lane_groups)) * ring_stretch(lane_groups);
 }
-// columns of a piece of some bytes: whole turns
+// columns of a piece, whole turns: at least about `bytes` bytes, and the whole row below twice that
 static inline int ring_cols(int cols, int row_bytes, int lane_groups, int bytes) {
     int pieces = row_bytes < bytes ? 1 : row_bytes / bytes, turn = ring_turn(lane_groups);
     return div_up(div_up(cols, pieces), turn) * turn;
 }
-// bytes from a row of a slot to the next, an odd multiple of 16, which spreads eight rows over all
-// banks: a piece, and what copies take with it, since they begin and end at multiples of 16
+// Bytes from a row of a slot to the next. Copies begin and end at multiples of 16, so a piece needs
+// up to 30 more. An odd multiple of 16 spreads eight rows over all banks.
 static inline int ring_stride(int bytes) { return (bytes + 32 + 15) / 32 * 32 + 16; }
-// sums until the next barrier of the workers that have the same number, one in each team
+// sums of a batch in the buffer that worker i of each team shares: [token][row][1, or 2 in a GLU]
 static inline int ring_sums(int teams) { return RING_SUMS * teams; }
-// floats of a group of all tokens (eight: 4 more, so the next begins in other banks), of an input
+// floats of a group for all tokens; for eight 4 more, so that the next group begins in other banks
 static inline int ring_group(int tokens) { return RING_GROUP * tokens + (tokens == 8 ? 4 : 0); }
-static inline int ring_input(int cols, int lane_groups, int tokens) {
+// floats of a set of inputs: all TOKENS', a group of each in turn; with EXPERTS a set is one input
+static inline int ring_set(int cols, int lane_groups, int tokens) {
     return ring_padded(cols, lane_groups) / 32 * ring_group(tokens);
 }
-// Its threadgroup memory, where each part begins, in floats: at 0 the mbarriers, two of each slot,
-// that of the inputs, and one for alignment
+// Where each part of its threadgroup memory begins, in floats. At 0 are mbarriers: two for each
+// slot, one for the inputs, and one more for alignment
 static inline int at_zeros(void) { return 2 * (2 * RING_SLOTS + 2); }      // [FEW] groups of zeros
 static inline int at_sums(void) { return at_zeros() + RING_GROUP * FEW; }  // workers', two buffers
 static inline int at_squares(int teams) { return at_sums() + 2 * RING_WORKERS * ring_sums(teams); }
 static inline int at_inputs(int teams) { return at_squares(teams) + FEW * RING_WORKERS; }
-static inline int at_slots(int teams, int input, int inputs) {   // input: floats of one
-    return at_inputs(teams) + inputs * input;
+static inline int at_slots(int teams, int set_floats, int sets) {
+    return at_inputs(teams) + sets * set_floats;
 }
 
-// gemm: columns of a row of halves, which is whole steps; floats of threadgroup memory: where the
-// tokens are, and in each buffer halves of x and of W, whose place the patches take later
-static inline int half_step(int cols) { return div_up(cols, GEMM_K) * GEMM_K; }
+// halves in a row of gemm's x, which is padded to whole steps
+static inline int row_halves(int cols) { return div_up(cols, GEMM_K) * GEMM_K; }
+// Floats of gemm's threadgroup memory. For each token of the tile a number says which row of x it
+// has. Each buffer has halves of x, then of W; after the products patches take the buffers' place.
 static inline int gemm_floats(int tile, int rows, int buffers) {
     int staged = buffers * (tile + rows) * (GEMM_STRIDE / 2);
     int patches = 2 * rows / SIMD_LANES * GEMM_PATCH;
@@ -557,7 +557,7 @@ static inline int attention_floats(int heads, int head, int value, int nsg, int 
 }
 
 // flash_attention: SIMD-groups that share the columns of wide heads (with one buffer, as on Apple's
-// GPUs, which have 128 registers, those above 96); columns that are staged, whole 16 x 16 matrices
+// GPUs of 128 registers, those above FLASH_NARROW); columns that are staged, whole 16 x 16 matrices
 // for each; halves from one row to the next (8 more: rows begin in other banks); floats of memory
 static inline int flash_split(int head, int value, int buffers) {
     int most = buffers > 1 ? NARROW_MAX : FLASH_NARROW;
@@ -603,7 +603,7 @@ FUNCTION_CONSTANTS(X)
 // A SIMD-group's matrix of 16 x 16 is spread over its lanes: half16x16 is an operand, float16x16
 // collects sums. p points to threadgroup memory, rows lie `stride` apart, and lanes act together.
 //   load_left(&a, p, stride)            a = p
-//   load_right(&b, p, stride, turned)   b = p, or p transposed
+//   load_right(&b, p, stride, transposed)   b = p, or p transposed
 //   zero16(&c), multiply16(&c, &a, &b)  c = 0, c += a b
 //   scale16(&c, diagonals)              row r of c *= number r of a diagonal, which is spread over
 //                                       those of two 8 x 8 matrices, [2][8][8]
@@ -620,10 +620,10 @@ QUANT_INLINE void load_left(thread half16x16 *a, threadgroup const half *p, int 
         simdgroup_load(a->m[i], p + i / 2 * 8 * stride + i % 2 * 8, stride);
 }
 QUANT_INLINE void load_right(thread half16x16 *b, threadgroup const half *p, int stride,
-        bool turned) {
+        bool transposed) {
     QUANT_UNROLL for (int i = 0; i < 4; i++) {
-        int from = turned ? i % 2 * 2 + i / 2 : i;        // of p's four matrices
-        simdgroup_load(b->m[i], p + from / 2 * 8 * stride + from % 2 * 8, stride, 0, turned);
+        int from = transposed ? i % 2 * 2 + i / 2 : i;    // of p's four matrices
+        simdgroup_load(b->m[i], p + from / 2 * 8 * stride + from % 2 * 8, stride, 0, transposed);
     }
 }
 QUANT_INLINE void zero16(thread float16x16 *c) {
@@ -683,13 +683,12 @@ static inline void group_decode(int format, device const uchar *row, uint g, thr
     }
 }
 
-// What QUANT_TYPES says of a format: the bias of its codes, which is 0 exactly if it has offsets m;
-// whether 16 weights have a scale, not 32
+// the bias of a format's codes, 0 exactly if it has offsets m; do 16 weights have a scale, not 32?
 #define X(id, name, weights, bytes, per16, bias) format == id ? bias :
 static inline int format_bias(int format) { return QUANT_TYPES(X) 0; }
 #undef X
 #define X(id, name, weights, bytes, per16, bias) format == id ? per16 :
-static inline bool format_halves(int format) { return QUANT_TYPES(X) false; }
+static inline bool format_per16(int format) { return QUANT_TYPES(X) false; }
 #undef X
 
 static inline bool format_float(int format) {
@@ -762,8 +761,8 @@ struct row_input {
     uint lane, tid, nsg;
     threadgroup float *xs;
 };
-// tokens that meet a weight, those past the last one in vain
-static inline int tokens_met(void) { return TOKENS > 1 ? TOKENS : 1; }
+// tokens for which a lane uses each weight; if only a->few of them exist, the others are in vain
+static inline int tokens_at_once(void) { return TOKENS > 1 ? TOKENS : 1; }
 
 static inline float4 norm_weights(int i, thread const struct row_input *in) {
     float4 none = {1.0f, 1.0f, 1.0f, 1.0f};
@@ -816,8 +815,7 @@ static inline int token_x(int t, constant struct product_args *a) {
 //   sum[t][r] += sum of w[r][i] * norm_weights[i] * x[t][i],   square[t] += sum of x[t][i]^2
 // The first `first` rows have format fa, the others fb.
 //
-// In float formats neighbouring lanes take neighbouring weights, four each, so that together they
-// load whole cache lines. The loads of DOT_STEPS steps overlap.
+// In float formats neighbouring lanes take neighbouring weights, four each: whole cache lines.
 QUANT_INLINE void floats_dot(int fa, int fb, int first, int R, device const uchar *thread const *w,
         thread const struct row_input *in, constant struct product_args *a, thread float *sum,
         thread float *square) {
@@ -827,7 +825,7 @@ QUANT_INLINE void floats_dot(int fa, int fb, int first, int R, device const ucha
         QUANT_UNROLL for (int r = 0; r < R; r++)
             QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++)
                 ws[r][j] = four_weights(r < first ? fa : fb, w[r], i0 + j * 4 * SIMD_LANES, cols);
-        QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
+        QUANT_UNROLL for (int t = 0; t < tokens_at_once(); t++) {
             float4 v[DOT_STEPS];
             QUANT_UNROLL for (int j = 0; j < DOT_STEPS; j++) {
                 int i = i0 + j * 4 * SIMD_LANES;
@@ -844,16 +842,15 @@ QUANT_INLINE void floats_dot(int fa, int fb, int first, int R, device const ucha
 }
 
 // floats from a token's staged columns to the next token's
-static inline int staged_step(void) { return STAGED_COLS / tokens_met() / 32 * X_STRIDE; }
+static inline int staged_step(void) { return STAGED_COLS / tokens_at_once() / 32 * X_STRIDE; }
 
-// Stages columns from .. end - 1 of all tokens, after the norm's weights; square[t] gets a thread's
-// share. Here are all threads of the threadgroup.
+// Stages columns from .. end - 1 of all tokens, times norm weights; square[t] gets a thread's share
 static inline void stage_inputs(int from, int end, thread const struct row_input *in,
         constant struct product_args *a, thread float *square) {
     threadgroup_barrier(mem_flags::mem_threadgroup);      // what stood there has been read
     for (int i = from + 4 * (int)in->tid; i < end; i += 4 * SIMD_LANES * in->nsg) {
         float4 w = norm_weights(i, in);
-        QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
+        QUANT_UNROLL for (int t = 0; t < tokens_at_once(); t++) {
             float4 v = four_floats(in->x + token_x(t, a), i, in->cols);
             threadgroup float *to = in->xs + t * staged_step() + (i - from) / 32 * X_STRIDE;
             for (int e = 0; e < 4; e++) square[t] += v[e] * v[e];
@@ -870,7 +867,7 @@ static inline void stage_inputs(int from, int end, thread const struct row_input
 QUANT_INLINE void groups_dot(int fa, int fb, int first, int R, device const uchar *thread const *w,
         thread const struct row_input *in, constant struct product_args *a, thread float *sum,
         thread float *square) {
-    int cols = in->cols, step = in->xs ? STAGED_COLS / tokens_met() : cols;
+    int cols = in->cols, step = in->xs ? STAGED_COLS / tokens_at_once() : cols;
     for (int from = 0, end; from < cols; from = end) {
         end = min(cols, from + step);
         if (in->xs) stage_inputs(from, end, in, a, square);
@@ -882,7 +879,7 @@ QUANT_INLINE void groups_dot(int fa, int fb, int first, int R, device const ucha
                 group_decode(r < first ? fa : fb, w[r], col / 32, q[r], d[r], m[r]);
             QUANT_UNROLL for (int h = 0; h < 2; h++) {
                 float dot[STAGED_TOKENS][GEMV_ROWS], xsum[STAGED_TOKENS];
-                QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
+                QUANT_UNROLL for (int t = 0; t < tokens_at_once(); t++) {
                     QUANT_UNROLL for (int r = 0; r < R; r++) dot[t][r] = 0.0f;
                     xsum[t] = 0.0f;
                 }
@@ -891,7 +888,7 @@ QUANT_INLINE void groups_dot(int fa, int fb, int first, int R, device const ucha
                     int at = col + 4 * j;
                     QUANT_UNROLL for (int r = 0; r < R; r++)
                         codes_or_weights(r < first ? fa : fb, q[r][j], w[r], at, cols, c[r]);
-                    QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
+                    QUANT_UNROLL for (int t = 0; t < tokens_at_once(); t++) {
                         float4 v;
                         if (in->xs) {
                             int own = place + t * staged_step() + 4 * j;
@@ -907,7 +904,7 @@ QUANT_INLINE void groups_dot(int fa, int fb, int first, int R, device const ucha
                         }
                     }
                 }
-                QUANT_UNROLL for (int t = 0; t < tokens_met(); t++)
+                QUANT_UNROLL for (int t = 0; t < tokens_at_once(); t++)
                     QUANT_UNROLL for (int r = 0; r < R; r++) {
                         int format = r < first ? fa : fb;
                         thread float *to = &sum[t * GEMV_ROWS + r];
@@ -973,9 +970,6 @@ static inline bool has_other(void) { return EPILOGUE == EPILOGUE_ADD || EPILOGUE
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 
 // ---- 3. embed, norms ----
-//
-// What stands before and between the products: a token's first vector, norms and gates, and the
-// halves that gemm reads. All are bound by memory.
 
 // x[cols] = scale * row r of W; with `more` it is added to x
 static inline void embed_table(int format, device const uchar *w, constant struct kernel_matrix *m,
@@ -1053,8 +1047,7 @@ kernel void best_ids(device const float *logits, device float *best, constant st
     best[2] = sum;
 }
 
-// gate[n][cols]: gate[t] = activation(gate[t]) * this layer's inputs of token t, which lie `step`
-// apart. Grid: a thread for each number.
+// gate[n][cols] = activation(gate) * this layer's inputs[n], `step` apart. Grid: a thread a number.
 kernel void gate_inputs(device float *gate, device const float *inputs,
         constant struct input_args *a, PLACE) {
     int i = tg * MERGE_THREADS + tid, t = i / a->cols;
@@ -1068,7 +1061,7 @@ kernel void gate_heads(device float *x, device const float *z, constant struct g
     if (i < a->n) x[i] *= a->softplus ? softplus(z[i / a->each]) : sigmoid(z[i / a->each]);
 }
 
-// Makes halves of a chunk's activations, for gemm: to[row][half_step(cols)] = x[row] / powers[row],
+// Makes halves of a chunk's activations for gemm, to[row][row_halves(cols)]: x[row] / powers[row],
 // then zeros. A row's power of two brings its largest number to 2^14 .. 2^15, because half
 // overflows with Gemma, and has fewer digits below 2^-14. gemm multiplies products by the power.
 // Grid: a threadgroup for each row; rows of x lie `step` apart.
@@ -1076,7 +1069,7 @@ kernel void halve(device const float *x, device half *to, device float *powers,
         constant struct halve_args *a, PLACE) {
     float top = 1e-30f;
     x += (ulong)tg * a->step;
-    to += (ulong)tg * half_step(a->cols);
+    to += (ulong)tg * row_halves(a->cols);
     for (int i = 4 * (int)tid; i < a->cols; i += 4 * SIMD_LANES * nsg) {
         float4 v = four_floats(x, i, a->cols);
         for (int e = 0; e < 4; e++) top = max(top, fabs(v[e]));
@@ -1087,7 +1080,7 @@ kernel void halve(device const float *x, device half *to, device float *powers,
     int power = max(-120, min(ilogb(simd_max(lane < nsg ? shared[lane] : 0.0f)), 120)) - 14;
     float shrink = ldexp(1.0f, -power);
     if (tid == 0) powers[tg] = ldexp(1.0f, power);
-    for (int i = 4 * (int)tid; i < half_step(a->cols); i += 4 * SIMD_LANES * nsg) {
+    for (int i = 4 * (int)tid; i < row_halves(a->cols); i += 4 * SIMD_LANES * nsg) {
         float4 v = four_floats(x, i, a->cols);
         half4 h;
         for (int e = 0; e < 4; e++) h[e] = (half)(v[e] * shrink);
@@ -1101,12 +1094,11 @@ kernel void halve(device const float *x, device half *to, device float *powers,
 // dispatches, which load each byte of weights once, decode it in registers, and forget it:
 //   gemv (norm, Q, K, V, biases) | attention | gemv (Wo, added to x) |
 //   gemv (norm, gate, up, activation) | gemv (down, added to x)
-// Every threadgroup computes the RMSNorm of its input anew. That costs it 4 bytes a column from the
-// cache beside x itself, where it loads many rows of weights anyway; a dispatch more would cost
-// more. (A mean would cost 12 more, so LayerNorm, or a norm with a bias, is a dispatch.)
+// Every threadgroup computes the RMSNorm of its input anew: 4 bytes a column from the cache cost
+// less than a dispatch. (A mean would cost 12 more, so LayerNorm and biased norms are dispatches.)
 
 // Which of three matrices has number i, if the first has 0 to n0 - 1, the second n0 to n1 - 1, and
-// the third all others? They number threadgroups (gemv), rows (gemv_ring), or tiles' rows (gemm).
+// the third all others? gemv has numbers of threadgroups, gemv_ring of rows, gemm of tiles of rows.
 static inline int matrix_of(int i, int n0, int n1) {
     if (i < n0) return 0;
     return i < n1 ? 1 : 2;
@@ -1114,7 +1106,7 @@ static inline int matrix_of(int i, int n0, int n1) {
 #define OF_LAST_TWO(which, b, c) ((which) == 1 ? (b) : (c))
 #define OF_THREE(which, a, b, c) ((which) == 0 ? (a) : OF_LAST_TWO(which, b, c))
 
-// Which input does choice t have, or head t? Those of tokens are numbered one after the other.
+// The input of choice t, or head t, of a launch. EXPERTS_GATHER: choices of a token have its input.
 static inline int input_of(int t, constant struct product_args *a) {
     return EXPERTS == EXPERTS_GATHER ? t / a->each : t;
 }
@@ -1139,8 +1131,8 @@ QUANT_INLINE void gemv_product(int fa, int fb, int R, int which, int unit, int e
     bool floats = format_float(fa) && format_float(fb);
     device const uchar *w[GEMV_ROWS];
     float sum[FEW * GEMV_ROWS], square[FEW];
-    QUANT_UNROLL for (int i = 0; i < tokens_met() * GEMV_ROWS; i++) sum[i] = 0.0f;
-    QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) square[t] = 0.0f;
+    QUANT_UNROLL for (int i = 0; i < tokens_at_once() * GEMV_ROWS; i++) sum[i] = 0.0f;
+    QUANT_UNROLL for (int t = 0; t < tokens_at_once(); t++) square[t] = 0.0f;
     QUANT_UNROLL for (int r = 0; r < R; r++) {
         constant struct kernel_matrix *m = &a->w[which + r / each];
         int row = min(unit * each + r % each, last);
@@ -1149,7 +1141,7 @@ QUANT_INLINE void gemv_product(int fa, int fb, int R, int which, int unit, int e
     }
     if (floats) floats_dot(fa, fb, each, R, w, in, a, sum, square);
     else groups_dot(fa, fb, each, R, w, in, a, sum, square);
-    QUANT_UNROLL for (int t = 0; t < tokens_met(); t++) {
+    QUANT_UNROLL for (int t = 0; t < tokens_at_once(); t++) {
         float scale = 1.0f;
         if (in->norm) {
             threadgroup float *part = in->xs && !floats ? in->xs - STAGED_SIMDGROUPS : 0;
@@ -1177,7 +1169,7 @@ static inline void gemv_unit(int fa, int fb, int which, int unit, int expert,
     int few = TOKENS > 1 ? a->few : 1;
     float v[FEW * GEMV_ROWS];
     gemv_product(fa, fb, R, which, unit, expert, ma, mb, in, a, v);
-    QUANT_UNROLL for (int k = 0; k < tokens_met(); k++)
+    QUANT_UNROLL for (int k = 0; k < tokens_at_once(); k++)
         QUANT_UNROLL for (int r = 0; r < each; r++) {
             int row = unit * each + r, i = k * GEMV_ROWS + r;
             ulong at = (ulong)k * a->w[which].out_step + row;
@@ -1193,8 +1185,7 @@ static inline void gemv_unit(int fa, int fb, int which, int unit, int expert,
 // for all units, in whole threadgroups. Routers use gemv for each token of a chunk, too: gemm
 // rounds to half, which could reorder experts with almost equal scores. EXPERTS: W0, or the GLU,
 // for the chosen experts of one token: t counts its choices, and y0 is [choices][rows].
-// EXPERTS_HEADS: t counts heads of tokens, each head with a matrix, x and y of its own. TOKENS: if
-// there are several, weights, loaded once, meet `few` tokens.
+// EXPERTS_HEADS: t counts heads of tokens, and each head has a matrix, x and y of its own.
 kernel void gemv(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
@@ -1203,9 +1194,9 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
         device const float *scale0, device const float *scale1,
         constant struct product_args *a, PLACE) {
     bool glu = EPILOGUE == EPILOGUE_GLU;
-    int t = tg / a->units, u = tg % a->units;             // an output; a threadgroup for it
-    int n0 = gemv_groups(FORMAT_0, a->w[0].rows, UNIT_ROWS, TOKENS, glu, nsg);
-    int n1 = n0 + gemv_groups(FORMAT_1, a->w[1].rows, UNIT_ROWS, TOKENS, glu, nsg);
+    int t = tg / a->per_output, u = tg % a->per_output;   // an output; a threadgroup for it
+    int n0 = gemv_grid(FORMAT_0, a->w[0].rows, UNIT_ROWS, TOKENS, glu, nsg);
+    int n1 = n0 + gemv_grid(FORMAT_1, a->w[1].rows, UNIT_ROWS, TOKENS, glu, nsg);
     int which = glu ? 0 : matrix_of(u, n0, n1), e = 0;    // e: the expert, or the head
     int format = which == 1 ? FORMAT_1 : FORMAT_2;
     struct bound_matrix up = {w1, bias1, scale1}, m = {OF_THREE(which, w0, w1, w2),
@@ -1224,45 +1215,51 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 }
 
 #ifdef HAS_RING
-// gemv_ring is gemv for GPUs that copy in the background: NVIDIA's. A token is some 200 launches of
-// a few microseconds, and gemv begins each by waiting, for its input, and then for its first
-// weights. Here two SIMD-groups, the copiers, do nothing but copy weights to slots of threadgroup
-// memory, over and over; eight, the workers, multiply what is in them. Copiers need no input but,
-// with experts, the choice. From compute capability 9.0 on a launch may begin before the one before
-// it has ended: when its input is there, the first weights are, too.
+// gemv_ring does gemv's work on GPUs that copy in the background: NVIDIA's. It multiplies bytes,
+// to which it rounds the inputs, and has neither float formats nor EXPERTS_HEADS. A token is some
+// 200 launches of a few microseconds, and gemv begins each by waiting, for its input, and then for
+// its first weights. Here two SIMD-groups, the copiers, do nothing but copy weights to slots of
+// threadgroup memory, over and over; eight, the workers, multiply what is in the slots. Copiers
+// need no input but, with experts, the choice. So from compute capability 9.0 on, where a launch
+// may begin before the last one has ended, the first weights are there when its input is.
 //
 // An example: gate and up of Qwen3-0.6B in Q4_0, each 3,072 rows of 1,024 columns, on an H100:
 //   threadgroup   23 or 24 rows of gate and the same of up; there are 132, one on each core
-//   tile          the rows of a slot: 8 of gate and 8 of up (without a GLU 16 of one matrix)
-//   piece         a slot's columns of a row, about 1 KB (short copies are slow): here all 576 bytes
-//   slot          a piece of each row of a tile; 112 KB have ten slots
-//   turn          1,024 columns: a stretch for each of the eight workers; a piece has whole turns
+//   slot          a piece of each of 16 rows: 8 of gate, the same 8 of up (no GLU: of one matrix)
+//   tile          up to 8 rows of the result (no GLU: 16); it takes a slot for each piece of a row
+//   piece         1 to 2 KB of a row, because short copies are slow; here all its 576 bytes
+//   round         one use of all slots, of which 112 KB of threadgroup memory have ten
+//   batch         up to 64 rows of the result (no GLU: 128), after which workers add their sums
+//   turn          1,024 columns, a stretch for each worker; a row's last piece may end within one
 //   stretch       128 columns: four groups
 //   lane l        group l % 4 of its worker's stretch, in rows l / 4 and l / 4 + 8 of the slot
-// The sums that eight workers have of a row meet in threadgroup memory. In long launches
-// LANE_GROUPS is 2 if it can be: a lane has two neighbouring groups, which share words in many
-// formats, and a stretch has 256 columns.
+// In long launches LANE_GROUPS is 2 if it can be: a lane has two neighbouring groups, which share
+// words in many formats, and a stretch has 256 columns.
 //
-// Activations are rounded to bytes as in the CPU's decode (round_32 in llm.c): the largest of a
-// group becomes 127 or -127. They are staged as [groups][tokens][RING_GROUP] words:
+// Activations are rounded to bytes as in the CPU's decode (round_32 in llm.c), but with a scale in
+// f32: the largest of a group becomes 127 or -127. They are staged as [groups][tokens][RING_GROUP]
+// words, see ring_group; with EXPERTS as [inputs][groups][RING_GROUP]:
 //   0..7: 32 bytes | 8, 9: sums of the first and the last 16 numbers | 10: scale | 11: sum of all
 // Sums of bytes times bytes are exact integers: no order or layout changes them.
 //
-// Up to eight TOKENS meet weights when these are decoded, two in a matrix product. Each token's
-// groups and squares are added in the order that they have for one token: so its sums are the same
-// bits. (Numbers of tokens past the last one are whatever is there.) With several tokens arithmetic
-// takes longer than copies. So where half of a core's memory does not do, two TEAMS of workers each
-// have 16 rows of a slot and all columns (see plan_ring). If staging in all threadgroups would take
+// A decoded weight serves up to eight TOKENS, two tokens in each matrix product; a batch has that
+// many times fewer rows. Each token's groups and squares are added in the order that they have for
+// one token: so its sums are the same bits. (TOKENS past a->few have whatever values are there.)
+// With several tokens arithmetic takes longer than copies. So where half of a core's memory does
+// not do, there are two TEAMS of workers (see plan_ring): slots, tiles and batches have twice the
+// rows, of which each team takes half, with all columns. If staging in all threadgroups would take
 // long, ring_inputs has PACKED the inputs, and they come in one copy.
 //
-// Who waits for whom. A slot is filled once in a round, and an mbarrier's phase ends when all have
-// arrived. Rounds and phases count from 0; one waits for a phase by its parity, 0, 1, 0 and so on:
-//   mbarrier        arrivals        a phase of it ends when              who waits
-//   full[slot]      16 to 64        all shares of its rows are there     workers: round r, phase r
-//   is_free[slot]   256 or 512      all workers' threads have read it    copiers: phase r - 1
+// Who waits for whom. An mbarrier counts arrivals; its phase ends when all have arrived, and the
+// next begins. Rounds and phases count from 0. One waits for a phase by its parity: 0, 1, 0 ..
+//   mbarrier        arrivals        its phase r ends when                who waits for that
+//   full[slot]      16, 32 or 64    round r's copies to it are there     workers, in round r
+//   is_free[slot]   256 or 512      all workers' threads have read it    copiers, in round r + 1
 //   arrived         1, 256 or 512   the copy of PACKED inputs is there   workers, at first
-// Else workers meet at workers_barrier: if a team stages inputs for another one; and when the sums
-// of all are there. These have two buffers, so that nobody writes those that are still read.
+// A worker reads only columns that it has staged itself, so one team needs no other barrier until
+// a batch ends, when all workers meet at workers_barrier. They meet there, too, before two teams
+// read what they have staged for each other. Sums have two buffers: while some workers still read
+// those of a batch, others write those of the next.
 //
 // Its words, which GPUs without HAS_RING lack:
 //   mbarrier_init(b, n)             a phase of it ends with n arrivals
@@ -1271,16 +1268,18 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 //   mbarrier_copy(b, to, from, bytes, i, n)   one arrival, once share i of n of these bytes is
 //                                   there; to, from and bytes are multiples of 16
 //   mbarrier_wait(b, parity)        until the phase with this parity has ended
-//   bits_of(x)                      a float's
+//   bits_of(x)                      the bits of a float
 //   as_other(p)                     p as a pointer to threadgroup memory, not device, or vice versa
 //   workers_barrier(n)              a threadgroup_barrier of the first n threads
 //   multiply_bytes(c, a, b)         c[16][8] += a[16][32] b[32][8], of signed bytes. Lane l has
-//       rows l / 4 and l / 4 + 8 of a, four bytes from column l % 4 * 4 on in a[0] and a[1], four
-//       from 16 columns on in a[2] and a[3]; column l / 4 of b, from the same rows on, in b[0] and
-//       b[1]; columns l % 4 * 2 and the next of c, in c[0] and c[1], of row l / 4 + 8 in c[2], c[3]
+//       a[0], a[1]   rows l / 4 and l / 4 + 8 of a, four bytes from column l % 4 * 4 on
+//       a[2], a[3]   the same, 16 columns on
+//       b[0], b[1]   column l / 4 of b, four bytes from row l % 4 * 4 on; the same, 16 rows on
+//       c[0], c[1]   row l / 4 of c, column l % 4 * 2 and the next
+//       c[2], c[3]   row l / 4 + 8 of c, the same columns
 
 // A decoder may have subtracted a power of two from codes: code_bytes adds it again, so compilers
-// drop both, and group_add takes it off the sum.
+// drop both, and group_add takes it off the sum. (Not Q8_0's 128: no signed byte holds 255.)
 static inline int byte_bias(int format) {
     int bias = format_bias(format);
     return bias < 64 && (bias & (bias - 1)) == 0 ? bias : 0;
@@ -1293,45 +1292,49 @@ QUANT_INLINE uint code_bytes(int format, uint word) {
 // Adds a group's part of a row's product. s0: the sum of codes * bytes; or, where 16 share a scale,
 // of the first 16, and s1 of the others. d: scales, offsets. x: the floats of a staged group. One
 // product is added at a time: so all variants get the same multiply-adds.
-QUANT_INLINE void group_add(int format, bool halves, int s0, int s1, thread const float *d,
+QUANT_INLINE void group_add(int format, bool per16, int s0, int s1, thread const float *d,
         float4 x, thread float *acc) {
     float bias = byte_bias(format), m0 = bias > 0.0f ? -bias * d[0] : d[2];
     float m1 = bias > 0.0f ? -bias * d[1] : d[3];
     bool offset = bias > 0.0f || format_bias(format) == 0;
-    if (offset) *acc += m0 * (halves ? x[0] : x[3]);
-    if (offset && halves) *acc += m1 * x[1];
+    if (offset) *acc += m0 * (per16 ? x[0] : x[3]);
+    if (offset && per16) *acc += m1 * x[1];
     *acc += d[0] * x[2] * (float)s0;
-    if (halves) *acc += d[1] * x[2] * (float)s1;
+    if (per16) *acc += d[1] * x[2] * (float)s1;
 }
 
 // Adds the parts of the two groups that a lane has decoded, qa of format fa in row l / 4 and qb of
 // fb in row l / 4 + 8, to acc[2 t] and acc[2 t + 1] of each token t, by products c += a b. A row of
-// a has four codes of each lane's group, then the next four. Columns of b have numbers of the first
-// token (1) or of the second (2) where codes of one group meet them, else zeros:
+// a has four codes of each of four groups, then the next four. A column of b has numbers of the
+// first token (1) or of the second (2) opposite the codes of one group, else zeros:
 //   a row of a       group 0 | group 1 | group 2 | group 3 | group 0, the next four | and so on
 //   column 0 of b    1 1 1 1 | . . . . | . . . . | . . . . | 1 1 1 1
 //   column 1 of b    2 2 2 2 | . . . . | . . . . | . . . . | 2 2 2 2
 //   column 2 of b    . . . . | 1 1 1 1 | . . . . | . . . . | . . . .                | and so on
-// So c[r][2 i] is the first token's sum of group i in row r, in the lane that has decoded it. x:
-// that group as it is staged; right: the lane's part of b, in either token's group or in zeros.
+// So c[r][2 i] is the first token's sum of group i in row r, in the lane that has decoded it, and
+// c[r][2 i + 1] the second's. A lane has two parts in this. Its own group, in a and c, is l % 4. In
+// b it fills four rows of column l / 4, which is for group l / 8 and token l / 4 % 2: with that
+// token's numbers of its own group if l / 8 is l % 4, else with zeros. Lane 13 has group 1 of rows
+// 3 and 11, and fills column 3 with the second token's numbers; lane 12, of group 0, with zeros.
+// x: the lane's group as it is staged; right: the lane's part of b, in that group or in zeros.
 QUANT_INLINE void codes_dot(int fa, int fb, thread const uint *qa, thread const uint *qb,
         thread const float *da, thread const float *db, threadgroup const float *x,
         threadgroup const float *right, thread float *acc) {
-    bool halves = format_halves(fa) || format_halves(fb);
-    QUANT_UNROLL for (int t = 0; t < tokens_met(); t += 2) {
+    bool per16 = format_per16(fa) || format_per16(fb);
+    QUANT_UNROLL for (int t = 0; t < tokens_at_once(); t += 2) {
         int sum[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};     // the second: of the other 16 codes
         QUANT_UNROLL for (int j = 0; j < 8; j += 2) {
             uint a[4] = {code_bytes(fa, qa[j]), code_bytes(fb, qb[j]), code_bytes(fa, qa[j + 1]),
                          code_bytes(fb, qb[j + 1])};
             uint2 two = *(threadgroup const uint2 *)(right + RING_GROUP * t + j);
             uint b[2] = {two[0], two[1]};
-            multiply_bytes(sum[halves ? j / 4 : 0], a, b);
+            multiply_bytes(sum[per16 ? j / 4 : 0], a, b);
         }
-        QUANT_UNROLL for (int k = 0; k < 2 && t + k < tokens_met(); k++) {
+        QUANT_UNROLL for (int k = 0; k < 2 && t + k < tokens_at_once(); k++) {
             float4 in = *(threadgroup const float4 *)(x + RING_GROUP * (t + k) + 8);
             thread float *to = acc + 2 * (t + k);
-            group_add(fa, halves, sum[0][k], sum[1][k], da, in, &to[0]);
-            group_add(fb, halves, sum[0][2 + k], sum[1][2 + k], db, in, &to[1]);
+            group_add(fa, per16, sum[0][k], sum[1][k], da, in, &to[0]);
+            group_add(fb, per16, sum[0][2 + k], sum[1][2 + k], db, in, &to[1]);
         }
     }
 }
@@ -1345,28 +1348,28 @@ struct ring_thread {
 };
 static inline int workers(void) { return TEAMS * RING_WORKERS; }
 static inline int slot_rows(void) { return RING_TILE * TEAMS; }
-static inline int tile_rows(void) { return IS_GLU ? slot_rows() / 2 : slot_rows(); }
+static inline int tile_most(void) { return IS_GLU ? slot_rows() / 2 : slot_rows(); }   // its rows
 static inline int row_sums(void) { return IS_GLU ? 2 : 1; }        // of a worker and token
-static inline int sums_met(void) { return ring_sums(TEAMS) / tokens_met(); }   // of a token
-static inline int rows_met(void) { return sums_met() / row_sums(); }   // until the next barrier
+static inline int batch_sums(void) { return ring_sums(TEAMS) / tokens_at_once(); }   // of a token
+static inline int batch_rows(void) { return batch_sums() / row_sums(); }
 
-// The tile that begins at row r (numbers go on through all matrices or choices): its matrix, its
-// expert's choice, its first row in that matrix, and how many it has, none past the matrix, the
-// threadgroup's rows or those until the next barrier.
+// The tile that begins at row r of the result, whose numbers go on through all matrices or choices:
+// its matrix; the choice that names its expert; its first row in that matrix; how many rows of the
+// result it has. It ends where the matrix, the threadgroup's rows or the batch end.
 struct ring_tile { int which, choice, row, n; };
 static inline struct ring_tile tile_at(int r, struct ring_thread me,
         constant struct product_args *a) {
     int n0 = a->w[0].rows, n1 = n0 + a->w[1].rows;
-    struct ring_tile tile = {0, 0, r, min(tile_rows(), me.end - r)};
+    struct ring_tile tile = {0, 0, r, min(tile_most(), me.end - r)};
     if (EXPERTS) tile.choice = r / n0;
     else if (!IS_GLU) tile.which = matrix_of(r, n0, n1);
     tile.row -= EXPERTS ? tile.choice * n0 : OF_THREE(tile.which, 0, n0, n1);
     tile.n = min(tile.n, a->w[tile.which].rows - tile.row);
-    tile.n = min(tile.n, rows_met() - (r - me.first) % rows_met());
+    tile.n = min(tile.n, batch_rows() - (r - me.first) % batch_rows());
     return tile;
 }
 
-// Row i of a slot: its matrix and its row in the tile, or past it. GLU: 8 of gate, then 8 of up.
+// Row i of a slot: its matrix and row in the tile, or past it. GLU: a team has 8 of gate, 8 of up.
 struct slot_row { int which, row; };
 static inline struct slot_row row_at(int i, struct ring_tile tile) {
     int of = RING_TILE / 2;
@@ -1374,7 +1377,7 @@ static inline struct slot_row row_at(int i, struct ring_tile tile) {
     return IS_GLU ? glu : plain;
 }
 
-// where a row's piece p begins, in bytes from the bound address, which is a multiple of 16
+// where a row's piece p begins, in bytes from what is bound; that address is a multiple of 16
 static inline ulong piece_start(struct slot_row x, struct ring_tile tile, int expert, int p,
         constant struct product_args *a) {
     constant struct kernel_matrix *m = &a->w[x.which];
@@ -1399,14 +1402,14 @@ struct ring_memory {
 static inline struct ring_memory ring_parts(threadgroup float *shared,
         constant struct product_args *a) {
     threadgroup mbarrier *full = (threadgroup mbarrier *)shared;
-    int slots = at_slots(TEAMS, a->input, a->inputs);
+    int slots = at_slots(TEAMS, a->set_floats, a->input_sets);
     struct ring_memory m = {full, full + RING_SLOTS, full + 2 * RING_SLOTS, shared + at_zeros(),
                             shared + at_sums(), shared + at_squares(TEAMS),
                             shared + at_inputs(TEAMS), (threadgroup uchar *)(shared + slots)};
     return m;
 }
 
-// threads that copy a row; the packed inputs
+// threads that share a row's copy; those that share the copy of the PACKED inputs
 static inline int row_threads(void) {
     return copy_threads(RING_COPIERS * SIMD_LANES / slot_rows());
 }
@@ -1447,14 +1450,13 @@ static inline void ring_feed(struct ring_memory m, struct ring_thread me, device
 }
 
 // Stages four neighbours of x, normed, from number i of their group on; eight lanes have a group.
-// Adding ROUNDER leaves the nearest integer in the low bits, as in llm.c.
 static inline void stage_four(float4 x, int i, threadgroup float *group) {
-    const float ROUND = 12582912.0f;                      // llm.c's ROUNDER
+    const float ROUND = 12582912.0f;   // llm.c's ROUNDER: x + ROUND has an integer in its low bits
     float top = 0.0f, sum = 0.0f;
     uint word = 0;
     for (int e = 0; e < 4; e++) top = max(top, fabs(x[e]));
     for (int d = 1; d < 8; d *= 2) top = max(top, simd_shuffle_xor(top, d));
-    float unit = top / 127.0f, by = top > 1e-36f ? 127.0f / top : 0.0f;   // never infinite
+    float scale = top / 127.0f, by = top > 1e-36f ? 127.0f / top : 0.0f;   // never infinite
     for (int e = 0; e < 4; e++) {
         float number = fma(x[e], by, ROUND);
         word |= (bits_of(number) & 255) << 8 * e;
@@ -1464,19 +1466,18 @@ static inline void stage_four(float4 x, int i, threadgroup float *group) {
     sum += simd_shuffle_xor(sum, 1);
     sum += simd_shuffle_xor(sum, 2);
     float all = sum + simd_shuffle_xor(sum, 4);
-    if (i % 16 == 0) group[8 + i / 16] = sum * unit;
-    if (i == 0) group[10] = unit + (all - all);           // NaN for infinity and NaN
-    if (i == 0) group[11] = all * unit;
+    if (i % 16 == 0) group[8 + i / 16] = sum * scale;
+    if (i == 0) group[10] = scale + (all - all);          // NaN for infinity and NaN
+    if (i == 0) group[11] = all * scale;
 }
 
-// A worker stages its stretches in steps of 128 columns, four a lane: LANE_GROUPS steps in each
-// turn. The first column that a lane has of step n:
+// A worker stages 128 columns a step, LANE_GROUPS steps a turn. A lane's first of four in step n:
 static inline int worker_col(int n, int worker, uint lane) {
     int turn = n / LANE_GROUPS, step = n % LANE_GROUPS;
     return turn * ring_turn(LANE_GROUPS) + worker * ring_stretch(LANE_GROUPS) + 128 * step +
            4 * (int)lane;
 }
-// how many steps a worker has, one turn at least, which may be past the row's end
+// how many steps a worker has: those of one turn at least, so that it writes its sum of squares
 static inline int worker_steps(int cols, int worker) {
     int left = ring_padded(cols, LANE_GROUPS) - worker * ring_stretch(LANE_GROUPS);
     return max(div_up(left, ring_turn(LANE_GROUPS)), 1) * LANE_GROUPS;
@@ -1492,7 +1493,7 @@ static inline void ring_stage(struct row_input in, int t0, int by, int begin, in
         threadgroup float *inputs, threadgroup float *squares, int worker,
         constant struct product_args *a) {
     bool several = TOKENS > 1 || EXPERTS;                 // inputs
-    int each = several ? worker_steps(in.cols, worker) : end;   // steps of an input; one: up to end
+    int each = several ? worker_steps(in.cols, worker) : end;   // steps of an input
     float square = 0.0f;
     for (int u0 = begin; u0 < end; u0 += STAGE_STEPS) {
         float4 w[STAGE_STEPS], v[STAGE_STEPS];
@@ -1509,8 +1510,8 @@ static inline void ring_stage(struct row_input in, int t0, int by, int begin, in
         QUANT_UNROLL for (int j = 0; j < STAGE_STEPS; j++) {
             if (u0 + j >= end) break;                     // all lanes
             for (int e = 0; e < 4; e++) square += v[j][e] * v[j][e];
-            threadgroup float *to = inputs + col[j] / 32 * ring_group(tokens_met());
-            to += t[j] * (TOKENS > 1 ? RING_GROUP : a->input);
+            threadgroup float *to = inputs + col[j] / 32 * ring_group(tokens_at_once());
+            to += t[j] * (TOKENS > 1 ? RING_GROUP : a->set_floats);
             if (col[j] < ring_padded(in.cols, LANE_GROUPS))   // all lanes, or none
                 stage_four(v[j] * w[j], col[j] % 32, to);   // past the row's end they are 0
             if (!NORMED || (u0 + j + 1) % each != 0) continue;
@@ -1527,7 +1528,7 @@ static inline void ring_take(struct ring_memory m, struct ring_thread me, device
         device const float *weights, int n, constant struct product_args *a) {
     if (PACKED) {                                         // squares, then inputs
         threadgroup uchar *to = (threadgroup uchar *)m.squares;
-        int bytes = 4 * (FEW * RING_WORKERS + a->input);
+        int bytes = 4 * (FEW * RING_WORKERS + a->set_floats);
         input_wait();
         if ((int)me.tid < input_threads())
             mbarrier_copy(m.arrived, to, (device const uchar *)x, bytes, me.tid, input_threads());
@@ -1542,21 +1543,20 @@ static inline void ring_take(struct ring_memory m, struct ring_thread me, device
 }
 
 // Adds a worker's share of a piece, as codes_dot says, to acc. ra and rb: where a lane's two rows
-// are in the slot; groups: of 32 columns; x: the piece's staged input. Lane 13, for example, has
-// group 1 (`mine`) of rows 3 and 11; in column 3 of b it gives the `second` token's part of that.
+// are in the slot; groups: of 32 columns; x: the piece's staged input.
 QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra, threadgroup const uchar *rb,
         int groups, threadgroup const float *x, threadgroup const float *zeros,
         struct ring_thread me, thread float *acc) {
     int last = groups / LANE_GROUPS - 1, mine = me.lane % 4;
-    bool second = me.lane / 4 % 2, meets = (int)me.lane / 8 == mine;   // its column in codes_dot
-    bool zero = !meets || (second && tokens_met() == 1);
-    // past the row's end a lane takes the last again, and x is 0; several pieces are whole turns
+    bool second = me.lane / 4 % 2, fills = (int)me.lane / 8 == mine;   // b, see codes_dot
+    bool zero = !fills || (second && tokens_at_once() == 1);
+    // past the row's end a lane takes the last again, and x is 0: only a row's last piece ends so
     for (int i = 4 * me.worker; i <= last; i += 4 * RING_WORKERS) {
         uint take = min(i + mine, last), qa[2][8], qb[2][8];
         float da[2][4], db[2][4];                         // scales, offsets
         QUANT_UNROLL for (int h = 0; h < LANE_GROUPS; h++) {
             threadgroup const float *group = x;
-            group += (LANE_GROUPS * (i + mine) + h) * ring_group(tokens_met());
+            group += (LANE_GROUPS * (i + mine) + h) * ring_group(tokens_at_once());
             threadgroup const float *right = group + (second ? RING_GROUP : 0);
             if (zero) right = zeros;
             group_decode(fa, as_other(ra), LANE_GROUPS * take | h, qa[h], da[h], da[h] + 2);
@@ -1567,7 +1567,7 @@ QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra, threadgr
 }
 
 // The same for a team's rows of piece p of a tile, when its slot is full. Rows past the tile's are
-// whatever is in the slot, and their sums are not used; a team may have no others.
+// whatever is in the slot, and their sums are not used; a team may have only such rows.
 QUANT_INLINE void ring_piece(struct ring_memory m, struct ring_thread me, int slot, int round,
         struct ring_tile tile, int expert, int p, threadgroup const float *x,
         constant struct product_args *a, thread float *acc) {
@@ -1582,7 +1582,7 @@ QUANT_INLINE void ring_piece(struct ring_memory m, struct ring_thread me, int sl
     simdgroup_barrier(mem_flags::mem_threadgroup);        // lanes may have waited apart
     // matrices of one format share their code: a small program starts sooner
 #define DOT(fa, fb) ring_dot(fa, fb, ra, rb, groups, x, m.zeros, me, acc)
-    bool none = TEAMS > 1 && me.team * tile_rows() / TEAMS >= tile.n;   // a team without rows
+    bool none = TEAMS > 1 && me.team * tile_most() / TEAMS >= tile.n;   // a team without rows
     int format = tile.which == 1 ? FORMAT_1 : FORMAT_2;
     if (IS_GLU && !none) DOT(FORMAT_0, FORMAT_1);
     else if (!none && (tile.which == 0 || format == FORMAT_0)) DOT(FORMAT_0, FORMAT_0);
@@ -1593,19 +1593,19 @@ QUANT_INLINE void ring_piece(struct ring_memory m, struct ring_thread me, int sl
 }
 
 // Writes a worker's sums of a tile, from acc as in codes_dot, to sums[token][row][row_sums()]
-QUANT_INLINE void ring_meet(struct ring_thread me, struct ring_tile tile, thread float *acc,
+QUANT_INLINE void ring_write(struct ring_thread me, struct ring_tile tile, thread float *acc,
         threadgroup float *sums) {
-    QUANT_UNROLL for (int i = 0; i < 2 * tokens_met(); i++) {
+    QUANT_UNROLL for (int i = 0; i < 2 * tokens_at_once(); i++) {
         int at = RING_TILE * me.team + (int)me.lane / 4 + RING_TILE / 2 * (i % 2);
         struct slot_row x = row_at(at, tile);
         float v = acc[i] + simd_shuffle_xor(acc[i], 1);
         v += simd_shuffle_xor(v, 2);
         if (me.lane % 4 == 0 && x.row < tile.n)
-            sums[i / 2 * sums_met() + x.row * row_sums() + (IS_GLU ? x.which : 0)] = v;
+            sums[i / 2 * batch_sums() + x.row * row_sums() + (IS_GLU ? x.which : 0)] = v;
     }
 }
 
-// computes a worker's share of rows from .. to - 1, which meet at the next barrier
+// computes a worker's sums of a batch, rows from .. to - 1
 QUANT_INLINE void ring_rows(struct ring_memory m, struct ring_thread me,
         thread struct ring_place *at, device const int *chosen, int from, int to,
         threadgroup float *sums, constant struct product_args *a) {
@@ -1615,66 +1615,66 @@ QUANT_INLINE void ring_rows(struct ring_memory m, struct ring_thread me,
         tile = tile_at(r, me, a);
         int expert = EXPERTS ? chosen[tile.choice] : 0;
         int input = EXPERTS ? input_of(tile.choice, a) - me.x0 : 0;
-        threadgroup const float *x = m.inputs + input * a->input;
-        QUANT_UNROLL for (int i = 0; i < 2 * tokens_met(); i++) acc[i] = 0.0f;
+        threadgroup const float *x = m.inputs + input * a->set_floats;
+        QUANT_UNROLL for (int i = 0; i < 2 * tokens_at_once(); i++) acc[i] = 0.0f;
         for (int p = 0; p < a->pieces; p++) {
             ring_piece(m, me, at->slot, at->round, tile, expert, p, x, a, acc);
             place_step(at, a->slots);
-            x += a->piece_cols / 32 * ring_group(tokens_met());
+            x += a->piece_cols / 32 * ring_group(tokens_at_once());
         }
-        ring_meet(me, tile, acc, sums + me.worker * ring_sums(TEAMS) + (r - from) * row_sums());
+        ring_write(me, tile, acc, sums + me.worker * ring_sums(TEAMS) + (r - from) * row_sums());
     }
 }
 
-struct ring_end {                                         // of the products of a matrix
+struct ring_out {                                         // of a matrix, for its products
     device const float *bias, *scales;
     device float *y;
 };
 
 // A row's product from the sums of all workers; see gemv_product
 static inline float ring_sum(threadgroup const float *sums, int which, int row, int expert,
-        float scale, struct ring_end end, constant struct product_args *a) {
+        float scale, struct ring_out out, constant struct product_args *a) {
     float sum = 0.0f;
     for (int i = 0; i < RING_WORKERS; i++) sum += sums[i * ring_sums(TEAMS)];
     scale *= a->w[which].scale;
-    if (SCALES >> which & 1) scale *= end.scales[expert];
+    if (SCALES >> which & 1) scale *= out.scales[expert];
     sum *= scale;
-    if (BIASES >> which & 1) sum += end.bias[expert * a->w[which].bias_step + row];
+    if (BIASES >> which & 1) sum += out.bias[expert * a->w[which].bias_step + row];
     return sum * a->factor;
 }
 
-// A thread's result, if it `has` one: one row of from .. to - 1, at which `tile` is cut to begin
-struct ring_result { struct ring_tile tile; int token; ulong y; bool has; };
+// A thread's result in a batch, if it `has` one: y[at] of a token, in the row where `tile` begins
+struct ring_result { struct ring_tile tile; int token; ulong at; bool has; };
 static inline struct ring_result result_of(struct ring_thread me, int from, int to,
         constant struct product_args *a) {
-    int row = from + (int)me.tid % rows_met(), token = (int)me.tid / rows_met();
+    int row = from + (int)me.tid % batch_rows(), token = (int)me.tid / batch_rows();
     struct ring_tile tile = tile_at(min(row, me.end - 1), me, a);
     struct ring_result x = {tile, token, 0, row < to && token < (TOKENS > 1 ? a->few : 1)};
-    x.y = (ulong)(tile.choice + token) * a->w[tile.which].out_step + tile.row;
+    x.at = (ulong)(tile.choice + token) * a->w[tile.which].out_step + tile.row;
     return x;
 }
 
-// writes it; sums: of all workers; other: what the epilogue adds; e0 to e2: of the matrices
+// Writes that result. sums: those of all workers in the batch; other: what the epilogue adds
 static inline void ring_finish(struct ring_memory m, struct ring_thread me, struct ring_result x,
-        threadgroup const float *sums, float other, struct ring_end e0, struct ring_end e1,
-        struct ring_end e2, device const int *chosen, constant struct product_args *a) {
+        threadgroup const float *sums, float other, struct ring_out out0, struct ring_out out1,
+        struct ring_out out2, device const int *chosen, constant struct product_args *a) {
     int choice = x.tile.choice, expert = EXPERTS ? chosen[choice] : 0, row = x.tile.row;
     int input = EXPERTS ? input_of(choice, a) - me.x0 : x.token;
-    int which = IS_GLU ? 1 : x.tile.which;                // gate is 0
-    struct ring_end end = OF_THREE(which, e0, e1, e2);
+    int which = IS_GLU ? 1 : x.tile.which;                // of a GLU's matrices gate is 0, up 1
+    struct ring_out out = OF_THREE(which, out0, out1, out2);
     float square = 0.0f, scale = 1.0f;
     if (!x.has) return;
-    sums += x.token * sums_met() + (int)me.tid % rows_met() * row_sums();
+    sums += x.token * batch_sums() + (int)me.tid % batch_rows() * row_sums();
     for (int i = 0; NORMED && i < RING_WORKERS; i++) square += m.squares[input * RING_WORKERS + i];
     if (NORMED) scale = rsqrt(square / (float)a->cols + a->eps);
-    if (IS_GLU) other = ring_sum(sums, 0, row, expert, scale, e0, a);
-    float v = ring_sum(sums + row_sums() - 1, which, row, expert, scale, end, a);
-    finish((IS_GLU ? e0.y : end.y) + x.y, v, &a->end, other);
+    if (IS_GLU) other = ring_sum(sums, 0, row, expert, scale, out0, a);
+    float v = ring_sum(sums + row_sums() - 1, which, row, expert, scale, out, a);
+    finish((IS_GLU ? out0.y : out.y) + x.at, v, &a->end, other);
 }
 
-// What gemv computes, with the same buffers, for one token or, if TOKENS is more, for `few`, whose
+// The products of gemv, with the same buffers, for one token or, with several TOKENS, a->few, whose
 // inputs are in x, or PACKED. EXPERTS: for the choices of a few tokens, each as one token, because
-// a threadgroup seldom has rows of several. Grid: one or two threadgroups for each core, none empty
+// a threadgroup seldom has rows of several. Grid: one or two threadgroups a core; each has a row
 kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
@@ -1683,8 +1683,8 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
         device const float *scale0, device const float *scale1,
         constant struct product_args *a, PLACE) {
     struct ring_memory m = ring_parts(shared, a);
-    struct ring_end e0 = {bias0, scale0, y0}, e1 = {bias1, scale1, y1}, e2 = {bias2, 0, y2};
-    int rows = a->w[0].rows, inputs = TOKENS > 1 ? a->few : 1;
+    struct ring_out out0 = {bias0, scale0, y0}, out1 = {bias1, scale1, y1}, out2 = {bias2, 0, y2};
+    int rows = a->w[0].rows, n_inputs = TOKENS > 1 ? a->few : 1;
     uint all = rows * a->outputs + (IS_GLU ? 0 : a->w[1].rows + a->w[2].rows);
     // all * threadgroups is below 2^32: run_ring checks it
     int first = all * tg / a->threadgroups, end = all * (tg + 1) / a->threadgroups;
@@ -1699,17 +1699,17 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
         return;
     }
     if (EXPERTS) me.x0 = input_of(first / rows, a);
-    if (EXPERTS) inputs = input_of((end - 1) / rows, a) + 1 - me.x0;
-    ring_take(m, me, x, weights, inputs, a);
+    if (EXPERTS) n_inputs = input_of((end - 1) / rows, a) + 1 - me.x0;
+    ring_take(m, me, x, weights, n_inputs, a);
     struct ring_place at = {0, 0};
-    for (int from = first, buffer = 0; from < end; from += rows_met(), buffer ^= 1) {
-        int to = min(from + rows_met(), end);
+    for (int from = first, buffer = 0; from < end; from += batch_rows(), buffer ^= 1) {
+        int to = min(from + batch_rows(), end);
         threadgroup float *sums = m.sums + buffer * RING_WORKERS * ring_sums(TEAMS);
-        struct ring_result soon = result_of(me, from, to, a);   // anew below: few registers
-        float old = soon.has && EPILOGUE == EPILOGUE_ADD ? other[soon.y] : 0.0f;   // is on its way
+        struct ring_result soon = result_of(me, from, to, a);   // again below: few registers
+        float old = soon.has && EPILOGUE == EPILOGUE_ADD ? other[soon.at] : 0.0f;   // is on its way
         ring_rows(m, me, &at, chosen, from, to, sums, a);
         workers_barrier(workers() * SIMD_LANES);          // all sums are there
-        ring_finish(m, me, result_of(me, from, to, a), sums, old, e0, e1, e2, chosen, a);
+        ring_finish(m, me, result_of(me, from, to, a), sums, old, out0, out1, out2, chosen, a);
     }
 }
 
@@ -1919,7 +1919,6 @@ QUANT_INLINE void rows_load(thread struct kv_rows *x, device const half *k, devi
     }
 }
 
-// adds them for all of the threadgroup's queries
 QUANT_INLINE void rows_add(thread const struct kv_rows *rows, thread const float *slopes,
         constant struct attention_args *a, thread struct softmax_state *state) {
     QUANT_UNROLL for (int h = 0; h < QUERY_HEADS; h++)
@@ -2069,10 +2068,9 @@ static inline bool row_is_new(int r, int start, constant struct attention_args *
 //                     last slice computes the key: another one may still be writing it
 //   2       a few     rope has written them; they are added first, as if the token ran alone
 //   0       a chunk   rope has written them, or latent_row, or another layer: rows like all others
-// If MERGES, rows that earlier passes wrote are loaded before the input is there. Of several slices
-// the results go to parts[n][n_head][a->slices][..]. Bound by memory: 4 bytes of K and V serve 4
-// FLOP of each query head. More than ATTENTION_HEADS of them would take so many registers that too
-// few SIMD-groups could run at once to hide how long a load takes.
+// If MERGES, rows that earlier passes wrote are loaded before the input is there. Bound by memory:
+// 4 bytes of K and V serve 4 FLOP of each query head. More than ATTENTION_HEADS would take so many
+// registers that too few SIMD-groups could run at once to hide how long a load takes.
 kernel void attention(device const float *v_new, device const float *angles,   // [n_rot / 2][2]
         device const float *q_norm, device const float *k_norm,                   // buffers 2, 3
         device const float *q_bias, device const float *k_bias, device const float *k_new,
@@ -2231,11 +2229,11 @@ static inline void block_add(int format, int which, device const uchar *w, int c
 
 // By one threadgroup of BLOCK_THREADS threads:
 //   x += Wo att,   h = activation(gate n) * (up n) where n = rms_norm(x),   x += down h
-// Why it is slower: a threadgroup runs on one core. A layer of Qwen3-0.6B has 12 MB of these
-// weights at 8 bits. One of an M1's eight cores may load some 8 of its 68 GB/s, which takes 1.5 ms.
-// The three dispatches of decode use all cores: 0.2 ms. One dispatch for a whole token is no gain:
-// on an H100 a barrier over the grid takes 1.5 to 2.2 us, in which memory idles, and the same
-// kernels made 888 tokens a second so, 1,045 as a graph of launches (8B: 231, 296).
+// Why it is slower: a threadgroup runs on one core, and one of an M1's eight may load some 8 of its
+// 68 GB/s. That takes 1.5 ms for the 12 MB of these weights in a layer of Qwen3-0.6B at 8 bits; the
+// three dispatches of decode use all cores: 0.2 ms. One dispatch for a whole token is no gain, as a
+// barrier over the grid of an H100 takes 1.5 to 2.2 us, in which memory idles: it made 888 tokens
+// a second, and a graph of launches 1,045 (8B: 231, 296).
 // x and h are in device memory, but only this threadgroup writes them, so barriers are enough.
 [[max_total_threads_per_threadgroup(BLOCK_THREADS)]]
 kernel void ffn_block(device const uchar *wo, device const uchar *gate, device const uchar *up,
@@ -2259,18 +2257,18 @@ kernel void ffn_block(device const uchar *wo, device const uchar *gate, device c
 // sums are float. All weights, f32 and bf16 ones too, are rounded to half, with its 11 bits, and so
 // are activations, by `halve`.
 //
-// A tile has TILE_TOKENS x TILE_ROWS outputs, and two threads for each row. In a step of GEMM_K
-// columns each thread decodes one of its row's two groups of 32 weights. With two BUFFERS a step's
-// operands are on their way while those of the step before are multiplied: activations are copied
-// in the background; weights of a block format are decoded to registers before the product, stored
-// after it. Apple's threadgroups have too little memory for two: several on a core wait in turn.
+// A tile has TILE_TOKENS x TILE_ROWS outputs, and two threads for each row of W. In a step of
+// GEMM_K columns each thread decodes one of its row's two groups of 32 weights. With two BUFFERS a
+// step's operands are on their way while those of the step before are multiplied: activations, and
+// f16 weights, are copied in the background; weights of a block format are decoded to registers
+// before the product, and stored after it. (Weights of f32, bf16 and ragged rows are stored before
+// it.) Apple's threadgroups have too little memory for two: several on a core wait in turn.
 //
 // An example: 40 tokens, 96 rows, 64 columns. The host takes tiles of 64 tokens x 64 rows. They are
 // two threadgroups of 128 threads: one for rows 0..63, one for rows 64..95. A step is 64 columns,
-// so there is one, in which thread 5 decodes columns 32..63 of its tile's row 2. SIMD-group sg
-// multiplies 2 x 2 matrices, for tokens from sg % 2 * 32 on and rows of the tile from sg / 2 * 32
-// on. Past the last token and row a tile repeats these, but nobody writes the sums: tokens 40..63
-// and, in the second threadgroup, all that SIMD-groups 2 and 3 have computed.
+// so there is one, in which thread 5 decodes columns 32..63 of its tile's row 2. SIMD-group 3
+// multiplies 2 x 2 matrices, for tokens and rows 32..63. Past the last token and row a tile repeats
+// these, but nobody writes the sums: tokens 40..63 and, in the second tile, rows 32..63.
 
 // What a threadgroup computes: rows from `row` on of matrix m, with bytes w. from[TILE_TOKENS], in
 // threadgroup memory, says which row of x each token of the tile has.
@@ -2283,11 +2281,15 @@ struct gemm_tile {
     uint tid, sg;
 };
 
-// A SIMD-group has tile_down x tile_across matrices (tokens x rows); in large tiles two share rows
-static inline int tile_across(void) { return TILE_TOKENS > 16 ? 2 : 1; }
-static inline int tile_down(void) { return TILE_TOKENS / (16 * tile_across()); }
-static inline int tile_token(uint sg) { return (int)sg % tile_across() * 16 * tile_down(); }
-static inline int tile_row(uint sg) { return (int)sg / tile_across() * 16 * tile_across(); }
+// A tile's sums are matrices of 16 x 16, tokens x rows. What SIMD-group sg has of a tile:
+//   TILE_TOKENS   matrices               tokens               rows
+//   32 or more    TILE_TOKENS / 32 x 2   half number sg % 2   32 from sg / 2 * 32 on
+//   16            1 x 1                  all                  16 from sg * 16 on
+static inline int token_parts(void) { return TILE_TOKENS > 16 ? 2 : 1; }
+static inline int row_matrices(void) { return TILE_TOKENS > 16 ? 2 : 1; }
+static inline int token_matrices(void) { return TILE_TOKENS / (16 * token_parts()); }
+static inline int sg_token(uint sg) { return (int)sg % token_parts() * 16 * token_matrices(); }
+static inline int sg_row(uint sg) { return (int)sg / token_parts() * 16 * row_matrices(); }
 
 // weights of row number r of the tile; past the last row, that one's
 static inline device const uchar *tile_weights(thread const struct gemm_tile *t, int r) {
@@ -2299,11 +2301,11 @@ static inline device const uchar *tile_weights(thread const struct gemm_tile *t,
 static inline void stage_rows(int format, thread const struct gemm_tile *t, int k0,
         threadgroup half *xs) {
     threadgroup half *ws = xs + TILE_TOKENS * GEMM_STRIDE;
-    int step = half_step(t->cols);
+    int padded = row_halves(t->cols);
     QUANT_UNROLL for (int j = 0; j < div_up(TILE_TOKENS * 8, 2 * TILE_ROWS); j++) {
         int i = (int)t->tid + j * 2 * TILE_ROWS, token = i / 8, k = i % 8 * 8;
-        if (token < TILE_TOKENS && k0 < step)
-            copy_16(xs + token * GEMM_STRIDE + k, t->x + (ulong)t->from[token] * step + k0 + k);
+        if (token < TILE_TOKENS && k0 < padded)
+            copy_16(xs + token * GEMM_STRIDE + k, t->x + (ulong)t->from[token] * padded + k0 + k);
     }
     QUANT_UNROLL for (int j = 0; j < 4 && format_float(format); j++) {
         int i = (int)t->tid + j * 2 * TILE_ROWS, r = i / 8, k = k0 + i % 8 * 8;
@@ -2332,6 +2334,7 @@ static inline void fetch_group(int format, thread const struct gemm_tile *t, int
     for (int j = 0; j < 2 && at > last; j++) g->d[j] = g->m[j] = 0.0f;
 }
 
+// Stores the weights of this group as halves, in the thread's row of ws and its half of the step
 static inline void stage_group(int format, thread const struct weight_group *g, uint tid,
         threadgroup half *ws) {
     if (format_float(format)) return;
@@ -2348,15 +2351,15 @@ static inline void stage_group(int format, thread const struct weight_group *g, 
 QUANT_INLINE void tile_multiply(threadgroup const half *xs, threadgroup const half *ws, uint sg,
         thread float16x16 *c) {
     half16x16 x, w[2];
-    xs += tile_token(sg) * GEMM_STRIDE;
-    ws += tile_row(sg) * GEMM_STRIDE;
+    xs += sg_token(sg) * GEMM_STRIDE;
+    ws += sg_row(sg) * GEMM_STRIDE;
     QUANT_UNROLL for (int k = 0; k < GEMM_K; k += 16) {
-        QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
+        QUANT_UNROLL for (int j = 0; j < row_matrices(); j++)
             load_right(&w[j], ws + 16 * j * GEMM_STRIDE + k, GEMM_STRIDE, true);
-        QUANT_UNROLL for (int i = 0; i < tile_down(); i++) {
+        QUANT_UNROLL for (int i = 0; i < token_matrices(); i++) {
             load_left(&x, xs + 16 * i * GEMM_STRIDE + k, GEMM_STRIDE);
-            QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
-                multiply16(&c[tile_across() * i + j], &x, &w[j]);
+            QUANT_UNROLL for (int j = 0; j < row_matrices(); j++)
+                multiply16(&c[row_matrices() * i + j], &x, &w[j]);
         }
     }
 }
@@ -2372,7 +2375,7 @@ static inline void tile_product(int format, thread const struct gemm_tile *t,
     stage_group(format, &g, t->tid, buffers + ws);
     for (int k0 = 0; k0 < t->cols; k0 += GEMM_K) {
         copies_wait();
-        threadgroup_barrier(mem_flags::mem_threadgroup);      // staged; the other is read no more
+        threadgroup_barrier(mem_flags::mem_threadgroup);      // staged; a second buffer is free
         if (BUFFERS > 1) stage_rows(format, t, k0 + GEMM_K, buffers + next);
         fetch_group(format, t, k0 + GEMM_K, &g);
         tile_multiply(buffers + at, buffers + at + ws, t->sg, c);
@@ -2391,9 +2394,10 @@ static inline void tile_product(int format, thread const struct gemm_tile *t,
 // there are several matrices for x (Q, K and V). Grid: tiles; those of the same rows are
 // neighbours, so that weights come from memory about once per chunk. A step of 128 x 128 is
 // 2 * 128 * 128 * 64 FLOP on 16 KB of x and 4.5 (q4_0) to 16 KB (f16) of W, some 80 FLOP a byte.
-// EXPERTS: rows of y are choices in the order of sort_choices, which also tells each tile's expert
-// and rows. EXPERTS_GATHER: x is in the order of tokens; EXPERTS_SORTED: x is in the order of y.
-// EXPERTS_HEADS: each of the `each` heads of a token has a matrix, a row of x and one of y.
+// EXPERTS: choices take the place of tokens. Rows of y are choices in the order of sort_choices,
+// whose expert_tile has the expert, the first and the end of each tile's choices. EXPERTS_GATHER:
+// a choice has its token's row of x; EXPERTS_SORTED: each has its own, in the order of y.
+// EXPERTS_HEADS: each of the a->each heads of a token has a matrix, a row of x and one of y.
 kernel void gemm(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const half *x, device const float *powers,                         // buffers 6, 7
@@ -2405,9 +2409,9 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
     threadgroup half *buffers = (threadgroup half *)(shared + TILE_TOKENS);
     int tiles = a->tiles, tile = tg % tiles, token = tile * TILE_TOKENS, end = a->tokens;
     int n0 = div_up(a->w[0].rows, TILE_ROWS), n1 = n0 + div_up(a->w[1].rows, TILE_ROWS);
-    int across = tg / tiles, expert = 0;                      // tile: along tokens; across: rows
-    if (EXPERTS == EXPERTS_HEADS) expert = across / n0, across %= n0;
-    int which = matrix_of(across, n0, n1), rows = a->w[which].rows;
+    int row_tile = tg / tiles, expert = 0;                    // `tile` is one of tokens
+    if (EXPERTS == EXPERTS_HEADS) expert = row_tile / n0, row_tile %= n0;
+    int which = matrix_of(row_tile, n0, n1), rows = a->w[which].rows;
     if (EXPERTS == EXPERTS_GATHER || EXPERTS == EXPERTS_SORTED) {
         expert = expert_tile[3 * tile];
         token = expert_tile[3 * tile + 1];
@@ -2423,27 +2427,26 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);          // `from` is there
     device const uchar *w = OF_THREE(which, w0, w1, w2) + a->w[which].start;
-    int row = (across - OF_THREE(which, 0, n0, n1)) * TILE_ROWS;
+    int row = (row_tile - OF_THREE(which, 0, n0, n1)) * TILE_ROWS;
     struct gemm_tile t = {x, from, w, &a->w[which], a->cols, row, tid, sg};
     float16x16 c[8];
-    QUANT_UNROLL for (int i = 0; i < tile_down() * tile_across(); i++) zero16(&c[i]);
+    QUANT_UNROLL for (int i = 0; i < token_matrices() * row_matrices(); i++) zero16(&c[i]);
     // matrices of one format share their code
     if (which == 1 && FORMAT_1 != FORMAT_0) tile_product(FORMAT_1, &t, buffers, c);
     else if (which == 2 && FORMAT_2 != FORMAT_0) tile_product(FORMAT_2, &t, buffers, c);
     else tile_product(FORMAT_0, &t, buffers, c);
-    // sums pass through the SIMD-group's own memory, so that neighbouring lanes write neighbouring
-    // rows; those past the last token or row are dropped
+    // sums pass through the SIMD-group's own memory: so neighbouring lanes write neighbouring rows
     device const float *bias = OF_THREE(which, bias0, bias1, bias2);
     device float *y = OF_THREE(which, y0, y1, y2);
     threadgroup float *patch = (threadgroup float *)buffers + sg * GEMM_PATCH;
     float scale = a->w[which].scale * (SCALES & 1 ? scales[expert] : 1.0f);
-    int wide = 16 * tile_across(), r = row + tile_row(sg) + (int)lane % wide;
-    QUANT_UNROLL for (int i = 0; i < tile_down(); i++) {
-        QUANT_UNROLL for (int j = 0; j < tile_across(); j++)
-            store16(&c[tile_across() * i + j], patch + 16 * j, PATCH_STRIDE);
+    int wide = 16 * row_matrices(), r = row + sg_row(sg) + (int)lane % wide;
+    QUANT_UNROLL for (int i = 0; i < token_matrices(); i++) {
+        QUANT_UNROLL for (int j = 0; j < row_matrices(); j++)
+            store16(&c[row_matrices() * i + j], patch + 16 * j, PATCH_STRIDE);
         simdgroup_barrier(mem_flags::mem_threadgroup);        // the patch is there
         for (int k = (int)lane / wide; k < 16; k += SIMD_LANES / wide) {
-            int at = tile_token(sg) + 16 * i + k;
+            int at = sg_token(sg) + 16 * i + k;
             if (token + at >= end || r >= rows) continue;
             ulong to = (ulong)(EXPERTS == EXPERTS_HEADS ? from[at] : token + at) *
                        a->w[which].out_step + r;
@@ -2507,8 +2510,7 @@ static inline int flash_next(device const int *pos_k, int r0, int used, int firs
 // Does a tile of keys hold the values, too? In latent attention a value is the start of its key.
 static inline bool values_in_keys(void) { return VALUE_STEP != VALUE_DIM; }
 
-// SIMD-groups that share the columns of a head; how many a SIMD-group has of a key and of a value;
-// halves from one row of a tile of keys, or of values, to the next
+// flash_split of this variant; columns that a SIMD-group has of a key, a value; halves of a row
 static inline int flash_ways(void) { return flash_split(HEAD_DIM, VALUE_DIM, BUFFERS); }
 static inline int key_cols(void) { return flash_cols(HEAD_DIM, flash_ways()) / flash_ways(); }
 static inline int value_cols(void) { return flash_cols(VALUE_DIM, flash_ways()) / flash_ways(); }
@@ -3127,8 +3129,7 @@ QUANT_INLINE void delta_update(thread const struct delta_shared *from, thread fl
 // Grid: threadgroups of a head's rows, with a SIMD-group for DELTA_UNIT of them. The k and q of a
 // BLOCK are staged, and all k[j]' k[t] and k[j]' q[t], by the SIMD-group that has staged token t.
 // Eight lanes share a row: lane l has row l / 8, and of it every eighth quad from l % 8 on. In
-// memory S is as llm.c has it, [dv / 64][dk][64]. A row of mix[n] has q and k of n_key heads, and
-// v; or in a state space x, k and q.
+// memory S is as in llm.c, [dv / 64][dk][64]. mix[n] has q, k and v; in a state space x, k and q.
 kernel void delta_rule(device float *state, device const float *mix, device const float *alpha,
         device const float *beta, device const float *dt, device const float *decay,
         device float *out, device const float *z, device const float *skip,  // out[n][n_value][dv]

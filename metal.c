@@ -65,7 +65,7 @@ typedef struct Gpu {
     Pool *pool;                 // the session's, for the compiler
     Map own;                    // memory for what follows
     int32_t *now, *ids;         // [NOW_COUNTS + FEW * n_head], see kernels.metal; [chunk] tokens
-    uint16_t *halves;           // [rows][half_step of an input], which gemm reads
+    uint16_t *halves;           // [rows][row_halves of an input], which gemm reads
     float *powers;              // [rows] see halve
     float *gate, *up;           // of experts: [chunk * n_used][ff]; gate also takes their results
     int32_t *place, *tiles;     // [chunk * n_used], [tiles][3] of sort_choices
@@ -812,7 +812,7 @@ static int threads_for(int n, int most) {
 }
 
 static int gemm_tokens(int n) {   // in a tile, for n tokens
-    int tile = GEMM_FEW;
+    int tile = GEMM_MIN;
     while (tile < n && tile < GEMM_TOKENS) tile *= 2;
     return tile;
 }
@@ -936,14 +936,14 @@ static int tokens_for(int n) {
 
 // as many of gemv_ring's slots as `room` bytes of threadgroup memory have
 static int ring_slots(struct product_args *a, int lane_groups, int tokens, int teams, int room) {
-    a->input = ring_input(a->cols, lane_groups, tokens);
-    room -= 4 * at_slots(teams, a->input, a->inputs);
+    a->set_floats = ring_set(a->cols, lane_groups, tokens);
+    room -= 4 * at_slots(teams, a->set_floats, a->input_sets);
     return smaller(room / (teams * RING_TILE * a->stride), RING_SLOTS);
 }
 
 // What gemv_ring runs for up to `few` tokens, with `room` bytes: a->few of them (0: none), with
-// a->inputs and a->slots. per_token: a token's inputs for its experts, which run as for one token,
-// or 0. Else weights meet all tokens, or half, in the first of these ways that has slots enough:
+// a->input_sets and a->slots. per_token: a token's inputs for its experts, which run as for one
+// token, or 0. Else weights meet all tokens, or half, in the first of these ways with enough slots:
 // beside the next launch, as for one token; with two teams and all memory; with one.
 typedef struct { int tokens, teams, room; } RingPlan;   // TOKENS, TEAMS, bytes
 static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int per_token,
@@ -955,13 +955,13 @@ static RingPlan plan_ring(const Gpu *g, struct product_args *a, int few, int per
         for (size_t i = 0; i < COUNT(ways); i++) {
             int teams = ways[i].teams, most = ways[i].room;
             a->few = smaller(few, tokens);
-            a->inputs = 1;   // of all tokens
+            a->input_sets = 1;   // of all tokens
             a->slots = ring_slots(a, lane_groups, tokens, teams, most);
             if (a->slots >= ways[i].slots) return (RingPlan){tokens, teams, most};
         }
     for (a->few = per_token ? few : 1; a->few; a->few--) {
         int inputs = per_token * a->few;   // a threadgroup has rows of its share and one more
-        a->inputs = inputs > 1 ? smaller(div_up(inputs, g->cores) + 1, inputs) : 1;
+        a->input_sets = inputs > 1 ? smaller(div_up(inputs, g->cores) + 1, inputs) : 1;
         a->slots = ring_slots(a, lane_groups, 1, 1, room);
         if (a->slots >= LEAST) break;
     }
@@ -1024,7 +1024,7 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
     if (!a->few) room = g->room;
     RingPlan plan = plan_ring(g, a, p->n, per_token, lane_groups, room);
     if (!a->few) return 0;
-    assert(!d->constant[C_NORMED] || a->inputs <= FEW);   // squares has room for these
+    assert(!d->constant[C_NORMED] || a->input_sets <= FEW);   // squares has room for these
     a->outputs = p->experts ? a->few * a->each : 1;
     if (p->experts) rows *= a->few;
     a->threadgroups = g->cores;
@@ -1033,7 +1033,7 @@ static int run_ring(Session *s, const Products *p, Dispatch *d, struct product_a
     d->kernel = "gemv_ring";
     d->groups = a->threadgroups;
     d->threads = (plan.teams * RING_WORKERS + RING_COPIERS) * SIMD_LANES;
-    d->shared = at_slots(plan.teams, a->input, a->inputs);
+    d->shared = at_slots(plan.teams, a->set_floats, a->input_sets);
     d->shared += a->slots * plan.teams * RING_TILE * a->stride / 4;
     d->constant[C_LANE_GROUPS] = lane_groups;
     d->constant[C_TOKENS] = plan.tokens;
@@ -1057,9 +1057,9 @@ static int run_units(Session *s, const Products *p, Dispatch *d, struct product_
     for (int i = 0; i < p->k; i++) all += p->w[i]->rows * (heads ? a->each : a->outputs);
     int most = gemv_most(all), tokens = tokens_for(a->few);
     for (int i = 0; i < n_results(p); i++)
-        a->units += gemv_groups(p->w[i]->type, p->w[i]->rows, most, tokens,
-                                p->e.kind == EPILOGUE_GLU, nsg);
-    d->groups = a->units * a->outputs;
+        a->per_output += gemv_grid(p->w[i]->type, p->w[i]->rows, most, tokens,
+                                   p->e.kind == EPILOGUE_GLU, nsg);
+    d->groups = a->per_output * a->outputs;
     d->threads = nsg * SIMD_LANES;
     d->shared = floats ? 0 : staged_floats(p->w[0]->cols, tokens);
     d->constant[C_TOKENS] = tokens;
@@ -1115,7 +1115,7 @@ static void run_gemm(Session *s, Products p) {
     if (p.in.x)
         run_kernel(s, b, "halve", {p.in.x, g->halves, g->powers}, 3,
                    p.n * (p.experts == EXPERTS_GATHER ? 1 : a.each),
-                   threads_for(div_up(half_step(a.cols), 4), NORM_THREADS), NORM_FLOATS,
+                   threads_for(div_up(row_halves(a.cols), 4), NORM_THREADS), NORM_FLOATS,
                    {[C_RAGGED] = a.cols % 32 != 0});
     d.bound[AT_X] = g->halves;
     d.bound[GEMM_POWERS] = g->powers;
@@ -1874,7 +1874,7 @@ static void plan_gpu(Session *s, Arena *a) {
     size_t heads = 0;
     for (size_t i = 0; i < s->m->gguf->n_tensors; i++)
         if (s->m->gguf->tensors[i].ne[1] > 1)
-            wide = larger(wide, half_step(s->m->gguf->tensors[i].ne[0]));
+            wide = larger(wide, row_halves(s->m->gguf->tensors[i].ne[0]));
     for (int l = 0; l < s->n_cache; l++) {
         const Layer *w = &s->m->layers[l];
         int slices = w->n_kv ? attention_spread(w, s->cache[l].rows, true).slices : 0;
@@ -1883,22 +1883,22 @@ static void plan_gpu(Session *s, Arena *a) {
         if (w->router.data) ff = larger(ff, w->ff), out = larger(out, w->down.rows);
         if (w->mixer) conv = larger(conv, w->conv_in.rows + c->n_value * (1 + larger(c->kda, 1)));
         if (w->k_b.data)   // both kinds of rows that each head has
-            wide = larger(wide, w->n_head * half_step(larger(w->k_b.cols, w->v_b.cols)));
+            wide = larger(wide, w->n_head * row_halves(larger(w->k_b.cols, w->v_b.cols)));
     }
     if (g->room)
-        g->packed = arena_take(a, FEW * RING_WORKERS + ring_input(wide, 2, FEW), sizeof *g->packed);
+        g->packed = arena_take(a, FEW * RING_WORKERS + ring_set(wide, 2, FEW), sizeof *g->packed);
     g->now = arena_take(a, NOW_COUNTS + FEW * heads, sizeof *g->now);
     g->ids = arena_take(a, n, sizeof *g->ids);   // after now, see send_tokens
     g->parts = arena_take(a, parts, sizeof *g->parts);
     g->inputs = arena_take(a, n * c->n_layer * c->per_layer, sizeof *g->inputs);
-    wide = larger(n * wide, choices * half_step(c->inputs_weighed ? larger(ff, out) : ff));
+    wide = larger(n * wide, choices * row_halves(c->inputs_weighed ? larger(ff, out) : ff));
     g->halves = arena_take(a, wide, sizeof *g->halves);
     g->powers = arena_take(a, wide / GEMM_K, sizeof *g->powers);   // rows have that at least
     g->gate = arena_take(a, choices * larger(ff, out), sizeof *g->gate);
     g->up = arena_take(a, choices * ff, sizeof *g->up);
     g->conv = arena_take(a, n * conv, sizeof *g->conv);
     g->place = arena_take(a, choices, sizeof *g->place);
-    g->tiles = arena_take(a, 3 * expert_tiles(choices, c->n_expert, GEMM_FEW), sizeof *g->tiles);
+    g->tiles = arena_take(a, 3 * expert_tiles(choices, c->n_expert, GEMM_MIN), sizeof *g->tiles);
 }
 
 // Shares a map as one buffer, or as several if Metal does not take one so long: each ends where a

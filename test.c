@@ -5155,8 +5155,8 @@ static void kernel_gemm(Gpu *g, int type) {   // 67 tokens take two tiles of 64,
     int cols = format_cols(type, false), way = type % 4, block = format_block(type);
     lab_product(g, type, cols, block < 256 ? 67 : 40, way, 64);
     lab_product(g, type, cols, 20, (way + 1) % 4, 32);
-    lab_product(g, type, cols, FEW + 1, (way + 2) % 4, GEMM_FEW);
-    if (block == 1) lab_product(g, type, 160, FEW + 1, way, GEMM_FEW);
+    lab_product(g, type, cols, FEW + 1, (way + 2) % 4, GEMM_MIN);
+    if (block == 1) lab_product(g, type, 160, FEW + 1, way, GEMM_MIN);
 }
 
 static void lab_ffn_block(Gpu *g, int type, int inner, int dim, int ff) {
@@ -5399,7 +5399,7 @@ static void lab_run_experts(Lab *x, const float *in, const Norm *lazy, const flo
                             float *y) {
     Gpu *g = x->g;
     int n = x->s.n, experts = x->m.config.n_expert, choices = n * x->w.n_used;
-    int tiles = expert_tiles(choices, experts, GEMM_FEW);
+    int tiles = expert_tiles(choices, experts, GEMM_MIN);
     g->gate = lab_floats(g, choices * x->w.ff, 1);
     g->up = lab_floats(g, choices * x->w.ff, 1);
     g->place = lab_bytes(g, 4 * choices);
@@ -5448,7 +5448,7 @@ static void lab_experts(Gpu *g, int type, int n) {
     int32_t *chosen = memcpy(need(4 * choices), cpu.chosen, 4 * choices);
     float *weight = memcpy(need(4 * choices), cpu.weight, 4 * choices);
     lab_run_experts(&x, in, lazy, other, y);
-    if (chunk) lab_tile("experts", n < 50 ? GEMM_FEW : 32, true);
+    if (chunk) lab_tile("experts", n < 50 ? GEMM_MIN : 32, true);
     if (ring_ran(g, type, n)) {
         LAB_CHECK(!memcmp(chosen, x.s.chosen, 4 * choices), "%s: others", "experts");
         lab_ring_experts(&x, in, lazy, weight, other, y, type);
