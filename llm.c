@@ -6,31 +6,30 @@
 //   ./llm model.gguf "Once upon a time"
 //
 // Part I is the model: how tokens become logits, and logits the next token, in plain C. It has what
-// a Llama needs, and mostly calls a function of Part III where another family differs. Section 7
-// says in plain loops what the two large operations compute, the matrix product and attention; the
-// fast ones are in Part V. With -DLLM_PLAIN every model runs on the plain loops.
+// a Llama needs; where another family differs it calls, as a rule, a function of Part III. Section
+// 7 says in plain loops what the two large operations compute, the matrix product and attention;
+// the fast ones are in Part V. With -DLLM_PLAIN every model runs on the plain loops.
 //
 //   I    the model     base, types, prototypes, ops, forward, session, sampler, generate
 //   II   the file      GGUF, architectures, loading
 //   III  the others    experts, recurrent layers, latent attention, ...; a session's memory
 //   IV   text          tokenizer, chat templates
-//   V    speed         threads, products in tiles, attention, AMX, the GPU, the sampler's, guesses
+//   V    speed         threads, products in tiles, attention, AMX, the GPU, selection, guesses
 //   VI   main          the command line, conversations, modes; an appendix, Unicode
 //
-// Short names: n is the number of tokens in a call, pos the position of the first, l a layer, h a
-// head and hd its width, dim the width of the residual stream (the vector per token that all layers
-// add to), ff the width of a feed-forward network (FFN); m is a Model, c its Config (in the sampler
-// candidates), s a Session (one conversation), w weights (a Layer, a Matrix), e an Error. A shape
-// lists its outermost dimension first: x [n][dim] is n rows of dim floats. A prompt runs in chunks
-// of tokens, and row i of a chunk is token i's. The KV cache holds the keys and values of earlier
-// tokens, so that each is made only once.
+// Short names: n is the number of tokens in a call, or a length, pos the position of the first, l a
+// layer, h a head and hd its width, dim the width of the residual stream (the vector per token that
+// all layers add to), ff the width of a feed-forward network (FFN); m is a Model, c its Config (in
+// the sampler candidates), s a Session (one conversation), w weights (a Layer, a Matrix), e an
+// Error. A shape lists its outermost dimension first: x [n][dim] is n rows of dim floats. A prompt
+// runs in chunks of tokens, and row i of a chunk is token i's. The KV cache holds the keys and
+// values of earlier tokens, so that each is made only once.
 //
 // As a library: #define LLM_NO_MAIN, #include "llm.c" before any other header. A program calls
 //
 //   bool model_open(Model *, path, Error *)
-//       maps the file. The Model is read-only from then on: sessions may share it, but on an NVIDIA
-//       GPU each session has a copy of the weights, and a CUDA context, which its calls leave
-//       current
+//       maps the file. The Model is read-only from then on, so sessions may share it. (On an NVIDIA
+//       GPU each session has a copy of the weights, and its calls leave its CUDA context current.)
 //   bool session_open(Session *, const Model *, Options, Error *)
 //       a Session owns its threads, KV cache and scratch
 //   void session_close(Session *), model_close(Model *)
@@ -69,7 +68,7 @@
 #include "quant.h"             // weights in blocks of a few bits each
 #define INLINE QUANT_INLINE    // always inlined
 #define UNUSED __attribute__((unused))   // perhaps; no warning then
-#define API static UNUSED      // what a program calls that includes this file
+#define API static UNUSED      // functions for programs that include this file
 
 // ==== Part I: the model =========================================================================
 
@@ -114,7 +113,7 @@ typedef struct {
     int dim;                   // width of the residual stream
     int n_vocab;               // token ids that have a logit
     int n_ctx;                 // tokens of the longest text in training
-    int n_head, hd, vd;        // what the file says of all layers; forward reads each Layer's own
+    int n_head, hd, vd;        // of layers in general, for Part II; forward reads each Layer's own
     int n_rot[2];              // values of a head that RoPE turns: in FULL, in WINDOWED layers
     float rope_base[2];        // of RoPE's frequencies in these: often 10000 or more
     int norm;                  // NORM_RMS
@@ -298,7 +297,7 @@ enum { FEW = 8 };
 
 typedef struct {               // 0: the default, here in brackets
     int window;                // tokens that a query sees, itself included (n_ctx, at most 4096)
-    int keep;                  // the first `keep` tokens stay in sight, but of smaller windows (0)
+    int keep;                  // first tokens that all see, but in layers of smaller windows (0)
     int chunk;                 // tokens of the prompt that run at once (512; on a GPU more)
     int threads;               // (all CPUs)
     int draft;                 // most tokens that are guessed at once, at most FEW - 1 (0: none)
@@ -334,23 +333,23 @@ typedef struct Session {
     Tokens history;            // the text evaluated so far, and room for one more token
     uint64_t rng;
     struct Gpu *gpu;           // see metal.c; NULL: the CPU does the work
-    // unless NULL, called before each chunk and at the end: of a text's n tokens `reused` were
-    // cached before session_run, and `done` are now; false stops
+    // unless NULL, called before each chunk and at the end; false stops. Of the text's n tokens
+    // `reused` were cached before session_run, and `done` are cached now
     bool (*on_chunk)(void *ctx, int reused, int done, int n);
     void *ctx;
     // what forward works on, for its row functions (section 4)
     const int32_t *ids;        // [n] tokens of the chunk
     int n, pos, l;             // how many; position of the first; layer
-    // its buffers, for the n tokens of a chunk. Attention's, the FFN's and the logits' are never in
-    // use together, so these three groups lie in the same memory
+    // its buffers, for the n tokens of a chunk. Those marked 1, those marked 2 and those marked 3
+    // are never in use together, so they lie in the same memory
     float *x;                  // [n][dim] the residual stream
     float *normed;             // [n][dim] the normed copy of x that attention or the FFN reads
     float *out;                // [n][dim] what attention or the FFN adds to x
-    float *q, *k, *v;          // [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd]
-    float *att;                // [n][n_head][vd] what the heads give, before the matrix o
-    float *gate, *up;          // [n][ff]
-    float *logits;             // [LOGIT_ROWS][n_vocab]
-    Candidate *candidates;     // [n_vocab] of the sampler
+    float *q, *k, *v;          // 1: [n][n_head][hd], [n][n_kv][hd], [n][n_kv][vd]
+    float *att;                // 1: [n][n_head][vd] what the heads give, before the matrix o
+    float *gate, *up;          // 2: [n][ff]
+    float *logits;             // 3: [LOGIT_ROWS][n_vocab]
+    Candidate *candidates;     // 3: [n_vocab] of the sampler
     float *angles[2];          // [n][n_rot] cos, sin pairs, of FULL layers and of WINDOWED ones
     double *freq[2];           // [n_rot/2] radians per position
     float rope_mag[2];         // a factor of the cosines and sines: 1 in a Llama
@@ -400,13 +399,11 @@ static void matmul(Pool *p, Arena *a, const Matmul *jobs, int k);
 // Rows of numbers
 static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 static inline float exp_fast(float x);   // e^x, relative error 1e-7; 0 below -87.7, inf above 88.4
-// the sum of x[i] - mean or, if `squares`, of its squares, in 16 partial sums: it is vector code
+// the sum of x[i] - mean or, if `squares`, of (x[i] - mean)^2; in 16 parts, to be vector code
 static float sum16(const float *x, int n, float mean, bool squares);
-// Part V multiplies values that a query does not see by 0, and 0 * NaN is NaN. So in a value v [n]
-// what is not finite becomes 0, and its key NaN: only queries that see the row get a NaN.
-static void cache_finite(uint16_t *v, int n, uint16_t *key);
+static void cache_finite(uint16_t *v, int n, uint16_t *key);   // of a value v [n], see qkv_row
 
-// Functions of Part III that do nothing in a Llama; so do all whose names end in "_more"
+// Functions of Part III that do nothing in a Llama, like see_more and check_more below
 static void embed_more(Session *s, float *x, size_t i);
 static void make_layer_inputs(Session *s), keep_states(Session *s);
 static bool other_layer(Session *s);   // forward_layer for other families; false: it is a Llama's
@@ -473,8 +470,8 @@ static void matrix_row(const Matrix *w, int64_t r, float *out) {
 //
 // Attention and the FFN read s->normed, and leave in s->out what is added to the stream. Products
 // and attention run for all n tokens at once, the other steps token by token: a row function each.
-// What these two functions call stands below them, in the order of use. A family's name beside a
-// line says for whom the line is there: it changes nothing in a Llama.
+// What forward and forward_layer call stands below them, in the order of use. A family's name
+// beside a line says for whom the line is there: it changes nothing in a Llama.
 
 static RowFn embed_row, angles_row, norm_row, qkv_row, swiglu_row, add_row;
 static void forward_layer(Session *s), attention_block(Session *s), attend(Session *s);
@@ -552,7 +549,7 @@ static void attention_block(Session *s) {   // out = o * attention(q, k, v of no
 // The row of a position in the cache. A layer's KV cache is `keep` pinned rows, and a ring of rows
 // for the window and one chunk (or FEW, if that is more): so writing a chunk overwrites no row that
 // one of its own queries must still see. A row stores its position, which alone decides who sees
-// the row. With 2 pinned rows, and a ring of 6 for a window of 4 and 2 more tokens, at position 9:
+// the row. As if FEW were 2, with 2 pinned rows, a window of 4 and chunks of 2, at position 9:
 //
 //   row    0 1 | 2 3 4 5 6 7
 //   pos    0 1 | 8 9 4 5 6 7
@@ -565,7 +562,9 @@ static int cache_row(const Cache *cache, int pos) {
     return pos < keep ? pos : keep + (pos - keep) % (cache->rows - keep);
 }
 
-// turns queries and keys by RoPE, and writes keys and values to the cache
+// Turns queries and keys by RoPE, and writes keys and values to the cache. Part V multiplies values
+// that a query does not see by 0, but 0 * NaN is NaN. So cache_finite makes the bad numbers of a
+// value 0, and its key NaN: then only queries that see the row get a NaN.
 static void qkv_row(Session *s, const void *arg, size_t i) {
     const Layer *w = arg;
     Cache *cache = &s->cache[s->l];
@@ -587,7 +586,7 @@ static void qkv_row(Session *s, const void *arg, size_t i) {
     cache->pos[row] = pos;
 }
 
-// attention of n queries over one cache: see plain_head; scratch as in matmul
+// attention of n queries over one cache, see plain_head; scratch is taken from the arena
 typedef struct {
     const float *q;            // [n][n_head][hd], with RoPE applied
     float *out;                // [n][n_head][vd]
@@ -639,7 +638,7 @@ static void swiglu_row(Session *s, const void *arg, size_t i) {   // up = silu(g
 }
 
 // s->logits [n][n_vocab] = output * norm(x) of n <= LOGIT_ROWS rows of the last chunk, from row
-// `first` on. s->normed holds their norms.
+// `first` on. Leaves their norms in s->normed.
 static void output_logits(Session *s, int first, int n) {
     const Config *c = &s->m->config;
     assert(n <= LOGIT_ROWS);
@@ -719,8 +718,9 @@ static void plain_head(const Attention *a, int i, int h, float *score) {
 // ---- 8. session ----
 
 // Memory (section 23). A plan takes zeroed buffers from an arena; place_plan runs the plan twice,
-// to count the bytes and to place the buffers. What matmul and attention take depends on all
-// layers: plan_scratch first runs forward without memory, when they only count, and no row is read.
+// to count the bytes and to place the buffers. What scratch matmul and attention need depends on
+// all layers, so plan_scratch first makes a dry run of forward: each_row does nothing, and matmul
+// and attention only count bytes.
 typedef void Plan(Session *s, Arena *a);
 static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e);
 static Plan plan_caches, plan_scratch;   // of the KV caches; of forward's buffers
@@ -730,15 +730,15 @@ static Pool *pool_open(int threads);   // NULL: they cannot be started
 static void pool_close(Pool *p);       // p may be NULL
 
 // A GPU (metal.c) runs the model on a Session's buffers; if its memory is too small, the CPU runs
-// some FFNs. These return false if there is no GPU, or it failed: then the CPU does the work.
-// gpu_forward also makes the logits of up to LOGIT_ROWS tokens of the chunk, from `first` on.
+// some FFNs. gpu_forward and gpu_logits return false if there is no GPU, or it failed: then the CPU
+// does the work. gpu_forward also makes the logits of up to LOGIT_ROWS tokens from `first` on.
 static int gpu_attach(Session *s);   // sets s->gpu; returns the GPU's default chunk; 0: no GPU
 static void gpu_open(Session *s), gpu_close(Session *s);   // gpu_open: the buffers are there
 static bool gpu_forward(Session *s, const int32_t *ids, int n, int pos, int first);
 static bool gpu_logits(Session *s, int first, int n);
 static void gpu_store(Session *s, bool states);   // to the GPU: positions in caches, and states
 
-// Part III, for guesses and for models with a recurrent state, or with other limits
+// These stand in Part III, because guesses, recurrent states and other limits meet there
 struct Request;
 static int reusable(const Session *s, int p);   // how many of the first p tokens can stay cached?
 static int next_chunk(Session *s, const struct Request *r, int p, bool prompt);   // its length
@@ -823,7 +823,7 @@ static bool give_rows(Session *s, const Request *r, int pos, int n, int first, b
 
 // Evaluates a text chunk by chunk, but for the tokens that the caches hold.
 static bool session_run(Session *s, Request r, Error *e) {
-    bool own = r.ids == s->history.id;   // session_generate writes new ids behind the history
+    bool own = r.ids == s->history.id;   // session_generate passes the history, longer by new ids
     if (!check_ids(s, r.ids, r.n, e)) return false;
     if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
     if (own) r.ids = s->history.id;      // realloc may have moved it
@@ -875,8 +875,9 @@ static int session_reuse(Session *s, const Request *r) {
 // Fails if the row [n] of token i has nothing but NaN or, if exact, any NaN.
 static bool check_row(const float *row, size_t n, bool exact, int i, Error *e) {
     size_t k = 0;
-    while (k < n && !isnan(row[k]) == exact) k++;   // over numbers, if exact; else over NaNs
-    bool good = exact ? k == n : k < n;
+    while (k < n && isnan(row[k])) k++;
+    bool good = k < n;   // there is a number
+    for (k = 0; k < n && good && exact; k++) good = !isnan(row[k]);
     return good || fail(e, "at token %d the model yields %s NaN: its weights may be damaged", i,
                         exact ? "a" : "nothing but");
 }
@@ -918,15 +919,15 @@ typedef struct {
 } Draw;
 
 // In section 39. sort_top brings the k best candidates to the front, in order. sample_candidates
-// makes candidates of the k best ids, once recent and banned ones will have lost, and of a few more
-// (k 0: of all), in the order of ids, with their own logits; returns how many.
+// makes candidates of the k ids that will be best after penalty and bans, and of a few more (k 0:
+// of all), in the order of ids, with their logits as they are; returns how many.
 static void sort_top(Candidate *c, size_t n, size_t k);
 static size_t sample_candidates(Candidate *c, const Draw *d, int k);
 static Candidate *find_candidate(Candidate *c, size_t n, int32_t id);   // NULL: it is none
 static const struct Best *session_best(Session *s, const float *logits);   // for Draw
 
 // A positive logit is divided by the penalty, a negative one multiplied. Banned ids have the
-// penalty INFINITY, which makes any logit -INFINITY.
+// penalty INFINITY, which makes any logit -INFINITY, and so is a NaN.
 static float lowered(float logit, float penalty) {
     if (penalty == INFINITY || isnan(logit)) return -INFINITY;
     return logit * (logit > 0 ? 1 / penalty : penalty);
