@@ -291,18 +291,18 @@ typedef struct {               // no defaults: all 0 is greedy
 } Sampling;
 
 // Guesses (speculative decoding, section 40): up to FEW tokens, the last one and guesses of those
-// to come, run through the model in one pass. Each gets the bits that it would get if it ran alone,
-// so guesses never change the text.
+// to come, run through the model in one pass. Each gets the same logits, to the last bit, as if it
+// ran alone, so guesses never change the text.
 enum { FEW = 8 };
 
 typedef struct {               // 0: the default, here in brackets
     int window;                // tokens that a query sees, itself included (n_ctx, at most 4096)
-    int keep;                  // first tokens that all see, but in layers of smaller windows (0)
+    int keep;                  // first tokens that all see, except in layers of smaller windows (0)
     int chunk;                 // tokens of the prompt that run at once (512; on a GPU more)
     int threads;               // (all CPUs)
     int draft;                 // most tokens that are guessed at once, at most FEW - 1 (0: none)
     bool cpu, gpu_block;       // no GPU; on a GPU, half a layer in one launch
-    int gpu_layers;            // most layers that a GPU runs (as many as fit)
+    int gpu_layers;            // most layers whose FFN, too, a GPU runs (as many as fit)
     Sampling sampling;         // (greedy)
 } Options;
 
@@ -401,7 +401,7 @@ static void narrow(const float *x, int n, uint16_t *to);   // floats to f16
 static inline float exp_fast(float x);   // e^x, relative error 1e-7; 0 below -87.7, inf above 88.4
 // the sum of x[i] - mean or, if `squares`, of (x[i] - mean)^2; in 16 parts, to be vector code
 static float sum16(const float *x, int n, float mean, bool squares);
-static void cache_finite(uint16_t *v, int n, uint16_t *key);   // of a value v [n], see qkv_row
+static void cache_finite(uint16_t *v, int n, uint16_t *key);   // clears a bad v [n], see qkv_row
 
 // Functions of Part III that do nothing in a Llama, like see_more and check_more below
 static void embed_more(Session *s, float *x, size_t i);
@@ -549,7 +549,7 @@ static void attention_block(Session *s) {   // out = o * attention(q, k, v of no
 // The row of a position in the cache. A layer's KV cache is `keep` pinned rows, and a ring of rows
 // for the window and one chunk (or FEW, if that is more): so writing a chunk overwrites no row that
 // one of its own queries must still see. A row stores its position, which alone decides who sees
-// the row. As if FEW were 2, with 2 pinned rows, a window of 4 and chunks of 2, at position 9:
+// the row. With 2 pinned rows, a window of 4 and chunks of 2 (as if FEW were 2), at position 9:
 //
 //   row    0 1 | 2 3 4 5 6 7
 //   pos    0 1 | 8 9 4 5 6 7
@@ -719,7 +719,7 @@ static void plain_head(const Attention *a, int i, int h, float *score) {
 
 // Memory (section 23). A plan takes zeroed buffers from an arena; place_plan runs the plan twice,
 // to count the bytes and to place the buffers. What scratch matmul and attention need depends on
-// all layers, so plan_scratch first makes a dry run of forward: each_row does nothing, and matmul
+// all layers, so plan_scratch first makes dry runs of forward: each_row does nothing, and matmul
 // and attention only count bytes.
 typedef void Plan(Session *s, Arena *a);
 static bool place_plan(Session *s, Plan *plan, Map *map, const char *what, Error *e);
@@ -755,7 +755,7 @@ static void session_truncate(Session *s, int p) {
         for (int i = 0; i < s->cache[l].rows; i++)
             if (s->cache[l].pos[i] >= p) s->cache[l].pos[i] = -1;
     s->history.n = p;
-    gpu_store(s, p == 0);   // from 0 on the states are cleared, too
+    gpu_store(s, p == 0);   // if p is 0, the states were cleared, too
 }
 
 API void session_close(Session *s) {
@@ -796,14 +796,14 @@ API bool session_open(Session *s, const Model *m, Options o, Error *e) {
     if (!place_plan(s, plan_caches, &s->kv, "KV cache; try a smaller -c", e) ||
         !place_plan(s, plan_scratch, &s->scratch, "scratch; try a smaller -b", e))
         return false;
-    session_truncate(s, 0);   // memory is 0, so each row claims position 0: marks them empty
+    session_truncate(s, 0);   // marks all rows empty: new memory is 0, as if they held position 0
     for (int kind = FULL; kind <= WINDOWED; kind++)
         s->rope_mag[kind] = rope_frequencies(m, kind, s->o.window, s->freq[kind]);
     if (s->gpu) gpu_open(s);
     return true;
 }
 
-// What to evaluate: a text, ids [n]. Each of its tokens from..n-1 gets a row: the logits [n_vocab]
+// What to evaluate: a text, ids [n]. Each token from number `from` on gets a row: logits [n_vocab]
 // of what follows the token or, if `hidden`, its normed residual stream [dim] (for an embedding).
 // LOGIT_ROWS rows are made at once; fn, unless NULL, gets each in order, and returns false to stop.
 typedef bool OnRow(void *ctx, int i, const float *row);   // i: the token's position
@@ -828,7 +828,7 @@ static bool session_run(Session *s, Request r, Error *e) {
     if (!tokens_room(&s->history, r.n + 1)) return fail(e, "out of memory for %d tokens", r.n);
     if (own) r.ids = s->history.id;      // realloc may have moved it
     int n, reused = session_reuse(s, &r);
-    bool prompt = !own && r.n - reused > 1;      // the caller's text, with more than one new token
+    bool prompt = !own && r.n - reused > 1;      // what next_chunk may take a snapshot in
     for (int p = reused; p < r.n; p += n) {
         n = next_chunk(s, &r, p, prompt);        // s->o.chunk, or as many as are left
         if (s->on_chunk && !s->on_chunk(s->ctx, reused, p, r.n)) return fail(e, "interrupted");
@@ -920,14 +920,14 @@ typedef struct {
 
 // In section 39. sort_top brings the k best candidates to the front, in order. sample_candidates
 // makes candidates of the k ids that will be best after penalty and bans, and of a few more (k 0:
-// of all), in the order of ids, with their logits as they are; returns how many.
+// of all), in the order of ids, with logits not yet penalised; returns how many.
 static void sort_top(Candidate *c, size_t n, size_t k);
 static size_t sample_candidates(Candidate *c, const Draw *d, int k);
 static Candidate *find_candidate(Candidate *c, size_t n, int32_t id);   // NULL: it is none
 static const struct Best *session_best(Session *s, const float *logits);   // for Draw
 
 // A positive logit is divided by the penalty, a negative one multiplied. Banned ids have the
-// penalty INFINITY, which makes any logit -INFINITY, and so is a NaN.
+// penalty INFINITY, which makes any logit -INFINITY; so is a NaN.
 static float lowered(float logit, float penalty) {
     if (penalty == INFINITY || isnan(logit)) return -INFINITY;
     return logit * (logit > 0 ? 1 / penalty : penalty);
