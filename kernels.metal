@@ -20,7 +20,7 @@
 //                           gate_heads        gate_row; the gate in delta_out_row, for KDA
 //                           halve             (makes the activations of gemm halves)
 //    4. decode              gemv              matmul (few tokens); add_row, activate, head_products
-//                           gemv_ring         the same on NVIDIA's GPUs: block formats, bytes of x
+//                           gemv_ring         the same on NVIDIA, for blocks; x becomes bytes
 //                           ring_inputs       (packs the inputs of a few tokens for it)
 //                           attention         attention; if FUSED, heads_row before it
 //                           attention_merge   the end of attention, for a long KV ring
@@ -45,10 +45,10 @@
 //
 // Rules: a pointer's type begins with its address space. Threadgroup memory comes as one argument,
 // `shared`. simd_* functions stand only where all lanes arrive together, barriers where all threads
-// do. Metal has no double: write 1.0f. A large number takes the place of infinity, because
-// exp(inf - inf) is NaN. If arguments of one dispatch are the same memory, a number in it is read
-// and written by one thread only: Metal takes them for different memory. An array is in registers
-// only if loops over it have constant counts and functions it goes to are inlined (QUANT_INLINE).
+// do. Metal has no double: write 1.0f. A large number takes the place of infinity, because exp(inf
+// - inf) is NaN. Metal takes the arguments of a dispatch for different memory: where two are the
+// same, one thread alone reads and writes a number there. An array is in registers only if loops
+// over it have constant counts and functions it goes to are inlined (QUANT_INLINE).
 //
 // To add a kernel: write the CPU's function in llm.c, the kernel here, its arguments and sizes
 // under "arguments" and its dispatch in metal.c, then its test as the top of test.c says.
@@ -304,8 +304,8 @@ NUMBERS_OF_LLM(NUMBER)
     X(EPILOGUE)      /* what becomes of a product */ \
     X(ACTIVATION)    /* the epilogue's */ \
     X(SOFTCAPPED)    /* scores or logits x become softcap * tanh(x / softcap) */ \
-    X(LIMITED)       /* a stored product has a limit; in a GLU W1 x has one, and the activation \
-                        one from above; 2: so has the activation's input */ \
+    X(LIMITED)       /* 1: limits what is stored; in a GLU W1 x on both sides, the activation \
+                        from above; 2: the activation's input from above, too */ \
     X(HEAD_DIM)      /* size of a head of Q and K, a multiple of 4; of a key of delta_rule */ \
     X(VALUE_DIM)     /* size of a head of V, a multiple of 4 */ \
     X(VALUE_STEP)    /* attention: from a row of V to the next; HEAD_DIM if V is part of K */ \
@@ -346,8 +346,8 @@ enum {
     STAGED_TOKENS = 4,                                // the most tokens that gemv stages
     RING_WORKERS = 8, RING_COPIERS = 2,               // SIMD-groups: of a team; in all
     RING_TILE = 16, RING_SLOTS = 32,                  // a team's rows of a slot; most slots
-    RING_PIECE = 1024,                                // fewest bytes of a long row's piece
-    RING_SUMS = 128,                                  // sums of a worker in a batch, for a team
+    RING_PIECE = 1024,                                // least bytes of most pieces of a long row
+    RING_SUMS = 128,                                  // floats of a buffer of sums, for each team
     RING_GROUP = 12,                                  // words of a token's staged group
     DOT_STEPS = 4,                                    // loads of floats that overlap
     X_STRIDE = 36,                                    // from a staged group to the next
@@ -359,7 +359,7 @@ enum {
     GEMM_K = 64, GEMM_STRIDE = GEMM_K + 8,            // columns in a step: two groups
     PATCH_STRIDE = 36, GEMM_PATCH = 16 * PATCH_STRIDE,   // a SIMD-group's matrices of sums
     HEAD_MAX = 576, QUADS_MAX = 5,                    // the largest HEAD_DIM; a lane's quads of it
-    NARROW_MAX = 256, FLASH_NARROW = 96,              // see flash_split; delta_rule's widest key
+    NARROW_MAX = 256, FLASH_NARROW = 96,              // delta_rule's widest key; see flash_split
     FLASH_MIN = 8,                                    // tokens; fewer are left to attention
     FLASH_QUERIES = 64, FLASH_KEYS = 32,              // in a tile; a SIMD-group has 16 queries
     FLASH_SIMDGROUPS = FLASH_QUERIES / 16, FLASH_THREADS = FLASH_SIMDGROUPS * SIMD_LANES,
@@ -396,7 +396,7 @@ struct norm_args {
 struct best_args { int32_t n, rows; };
 struct input_args { int32_t n, cols, step; };
 struct halve_args { int32_t cols, step; };
-struct finish_args { float softcap, limit, alpha_n, alpha_p, beta, eps; };   // the last: xIELU's
+struct finish_args { float softcap, limit, alpha_n, alpha_p, beta, eps; };   // last 4: xIELU's
 struct product_args {
     struct kernel_matrix w[4];
     int32_t cols, x_step, tokens;          // x_step: from an input of gemv to the next
@@ -429,7 +429,7 @@ struct weigh_args { int32_t dim, n_used, joined, weighed, sorted; float factor; 
 struct conv_args { int32_t n, channels, past, guesses; };   // guesses: there may be some
 struct gate_args { int32_t n, each, softplus; };
 struct delta_args {
-    int32_t n, first, guesses;             // tokens; row of their inputs, 0 in a pass
+    int32_t n, first, guesses;             // tokens; first row of inputs; 1: some may be guesses
     int32_t n_key, n_value, dv, tiled;     // tiled: see key_tiled in llm.c
     int32_t step;                          // floats from a token's alpha or beta to the next one's
     float eps, lower;                      // lower: see kda_lower in llm.c
@@ -437,7 +437,7 @@ struct delta_args {
 
 // What changes from pass to pass is in a buffer of its own, now[]: at NOW_POS the first token's
 // position; at NOW_PLACED 1 if rows of the KV ring get their positions, 0 if not (in a warm-up);
-// how many guesses of the last pass stood; how many of this pass's tokens, the last, are guesses;
+// at NOW_STOOD how many guesses of the last pass stood; at NOW_GUESSES how many this one ends with;
 // from NOW_COUNTS on, for each `unit` of attention, how many of its threadgroups are done.
 enum { NOW_POS, NOW_PLACED, NOW_STOOD, NOW_GUESSES, NOW_COUNTS };
 
@@ -451,7 +451,7 @@ static inline int gemv_most(int all) {
     if (most < 1) return 1;
     return most < GEMV_ROWS ? most : GEMV_ROWS;
 }
-// Where it is a pair of matrices, both have these rows in a unit.
+// With a pair of matrices a unit has these rows of each.
 static inline int gemv_rows(int format, int most, int tokens, bool pair) {
     bool floats = format == FORMAT_F32 || format == FORMAT_F16 || format == FORMAT_BF16;
     int rows = floats || format == FORMAT_Q8_0 ? 2 : GEMV_ROWS;
@@ -465,21 +465,21 @@ static inline int gemv_grid(int format, int rows, int most, int tokens, bool pai
     return div_up(rows, gemv_rows(format, most, tokens, pair) * nsg);
 }
 
-// floats of threadgroup memory for gemv if it stages inputs, after a sum from each SIMD-group
+// floats of threadgroup memory for gemv if it stages inputs: a sum of each SIMD-group, the inputs
 static inline int staged_floats(int cols, int tokens) {
     int staged = tokens > 1 || cols > STAGED_COLS ? STAGED_COLS : cols;
     return STAGED_SIMDGROUPS + staged / 32 * X_STRIDE;
 }
 
-// gemv_ring's geometry, explained there; `lane_groups` is its constant LANE_GROUPS.
-// columns of a stretch, which four lanes share for each row; of a turn, a stretch for each worker
+// gemv_ring's geometry: read the example there first. lane_groups is its constant LANE_GROUPS.
+// columns of a stretch, which four lanes share for each row; of a turn: a stretch for each worker
 static inline int ring_stretch(int lane_groups) { return 4 * 32 * lane_groups; }
 static inline int ring_turn(int lane_groups) { return RING_WORKERS * ring_stretch(lane_groups); }
 // columns of an input as it is staged: whole stretches, with zeros after the row's end
 static inline int ring_padded(int cols, int lane_groups) {
     return div_up(cols, ring_stretch(lane_groups)) * ring_stretch(lane_groups);
 }
-// columns of a piece, whole turns: at least about `bytes` bytes, and the whole row below twice that
+// columns of a piece, whole turns: about `bytes` bytes or more; a row below twice that is one piece
 static inline int ring_cols(int cols, int row_bytes, int lane_groups, int bytes) {
     int pieces = row_bytes < bytes ? 1 : row_bytes / bytes, turn = ring_turn(lane_groups);
     return div_up(div_up(cols, pieces), turn) * turn;
@@ -487,11 +487,11 @@ static inline int ring_cols(int cols, int row_bytes, int lane_groups, int bytes)
 // Bytes from a row of a slot to the next. Copies begin and end at multiples of 16, so a piece needs
 // up to 30 more. An odd multiple of 16 spreads eight rows over all banks.
 static inline int ring_stride(int bytes) { return (bytes + 32 + 15) / 32 * 32 + 16; }
-// sums of a batch in the buffer that worker i of each team shares: [token][row][1, or 2 in a GLU]
+// floats of sums buffer i, which worker i of every team writes: [token][row][1, or 2 in a GLU]
 static inline int ring_sums(int teams) { return RING_SUMS * teams; }
 // floats of a group for all tokens; for eight 4 more, so that the next group begins in other banks
 static inline int ring_group(int tokens) { return RING_GROUP * tokens + (tokens == 8 ? 4 : 0); }
-// floats of a set of inputs: all TOKENS', a group of each in turn; with EXPERTS a set is one input
+// floats of a set of inputs: group 0 of all TOKENS, group 1 of all, ..; with EXPERTS of one input
 static inline int ring_set(int cols, int lane_groups, int tokens) {
     return ring_padded(cols, lane_groups) / 32 * ring_group(tokens);
 }
@@ -611,7 +611,7 @@ FUNCTION_CONSTANTS(X)
 //   store_halves(p, v)                  eight floats of this lane as halves
 //   copy_16(p, from), copies_wait()     16 bytes of device memory, in the background where the GPU
 //                                       can; this thread's copies are there after the wait
-// CUDA has its own above. Apple's matrix units, and the tests', multiply 8 x 8: ours are four.
+// CUDA has its own above. Apple's matrix units, and the tests', are 8 x 8: four make one of ours.
 #ifndef __CUDACC__
 typedef struct { simdgroup_half8x8 m[4]; } half16x16;
 typedef struct { simdgroup_float8x8 m[4]; } float16x16;
@@ -1227,7 +1227,7 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 //   threadgroup   23 or 24 rows of gate and the same of up; there are 132, one on each core
 //   slot          a piece of each of 16 rows: 8 of gate, the same 8 of up (no GLU: of one matrix)
 //   tile          up to 8 rows of the result (no GLU: 16); it takes a slot for each piece of a row
-//   piece         1 to 2 KB of a row, because short copies are slow; here all its 576 bytes
+//   piece         1 to 3 KB of a row, the last one less: short copies are slow; here all 576 bytes
 //   round         one use of all slots, of which 112 KB of threadgroup memory have ten
 //   batch         up to 64 rows of the result (no GLU: 128), after which workers add their sums
 //   turn          1,024 columns, a stretch for each worker; a row's last piece may end within one
@@ -1246,9 +1246,9 @@ kernel void gemv(device const uchar *w0, device const uchar *w1, device const uc
 // many times fewer rows. Each token's groups and squares are added in the order that they have for
 // one token: so its sums are the same bits. (TOKENS past a->few have whatever values are there.)
 // With several tokens arithmetic takes longer than copies. So where half of a core's memory does
-// not do, there are two TEAMS of workers (see plan_ring): slots, tiles and batches have twice the
-// rows, of which each team takes half, with all columns. If staging in all threadgroups would take
-// long, ring_inputs has PACKED the inputs, and they come in one copy.
+// not do, or LANE_GROUPS is 2, there are two TEAMS of workers, if they fit (see plan_ring): slots,
+// tiles and batches have twice the rows, of which each team takes half. Where staging in all
+// threadgroups would take long, ring_inputs has PACKED the inputs, and they come in one copy.
 //
 // Who waits for whom. An mbarrier counts arrivals; its phase ends when all have arrived, and the
 // next begins. Rounds and phases count from 0. One waits for a phase by its parity: 0, 1, 0 ..
@@ -1290,8 +1290,8 @@ QUANT_INLINE uint code_bytes(int format, uint word) {
 }
 
 // Adds a group's part of a row's product. s0: the sum of codes * bytes; or, where 16 share a scale,
-// of the first 16, and s1 of the others. d: scales, offsets. x: the floats of a staged group. One
-// product is added at a time: so all variants get the same multiply-adds.
+// of the first 16, and s1 of the others. d: scales, offsets. x: the floats of a staged group. A
+// statement adds one product: so all variants have the same multiply-adds.
 QUANT_INLINE void group_add(int format, bool per16, int s0, int s1, thread const float *d,
         float4 x, thread float *acc) {
     float bias = byte_bias(format), m0 = bias > 0.0f ? -bias * d[0] : d[2];
@@ -1312,11 +1312,11 @@ QUANT_INLINE void group_add(int format, bool per16, int s0, int s1, thread const
 //   column 1 of b    2 2 2 2 | . . . . | . . . . | . . . . | 2 2 2 2
 //   column 2 of b    . . . . | 1 1 1 1 | . . . . | . . . . | . . . .                | and so on
 // So c[r][2 i] is the first token's sum of group i in row r, in the lane that has decoded it, and
-// c[r][2 i + 1] the second's. A lane has two parts in this. Its own group, in a and c, is l % 4. In
-// b it fills four rows of column l / 4, which is for group l / 8 and token l / 4 % 2: with that
-// token's numbers of its own group if l / 8 is l % 4, else with zeros. Lane 13 has group 1 of rows
-// 3 and 11, and fills column 3 with the second token's numbers; lane 12, of group 0, with zeros.
-// x: the lane's group as it is staged; right: the lane's part of b, in that group or in zeros.
+// c[r][2 i + 1] the second's. A lane owns group l % 4, in a and c. In b it fills twice four rows of
+// column l / 4, which is for group l / 8 and token l / 4 % 2: if it owns that group, with the
+// token's numbers, else with zeros. Lane 13 has group 1 of rows 3 and 11, and fills column 3 with
+// the second token's numbers; lane 12, of group 0, with zeros. x: the lane's group as it is staged;
+// right: the lane's part of b, in that group or in zeros.
 QUANT_INLINE void codes_dot(int fa, int fb, thread const uint *qa, thread const uint *qb,
         thread const float *da, thread const float *db, threadgroup const float *x,
         threadgroup const float *right, thread float *acc) {
@@ -1449,7 +1449,7 @@ static inline void ring_feed(struct ring_memory m, struct ring_thread me, device
     }
 }
 
-// Stages four neighbours of x, normed, from number i of their group on; eight lanes have a group.
+// Stages x * weights of four neighbours, from number i of their group on; eight lanes have a group.
 static inline void stage_four(float4 x, int i, threadgroup float *group) {
     const float ROUND = 12582912.0f;   // llm.c's ROUNDER: x + ROUND has an integer in its low bits
     float top = 0.0f, sum = 0.0f;
@@ -1483,11 +1483,11 @@ static inline int worker_steps(int cols, int worker) {
     return max(div_up(left, ring_turn(LANE_GROUPS)), 1) * LANE_GROUPS;
 }
 
-// Waits for x, and stages a worker's columns of inputs t0, t0 + by and so on, after their norm. The
-// steps of all these inputs are numbered one after the other, and begin .. end - 1 are done here.
-// With 8 steps an input, t0 = 1 and by = 2, for example, steps 8 .. 15 are those of input 3.
-// squares[t] gets each worker's sum of x * x. The loads of STAGE_STEPS steps overlap; the norm's
-// first weights are no launch's output, so they do not wait.
+// Waits for x, and stages a worker's columns of inputs t0, t0 + by, .., times the norm's weights:
+// ring_finish divides. The steps of all these inputs are numbered one after the other, and begin ..
+// end - 1 are done here. With 8 steps an input, t0 = 1 and by = 2, for example, steps 8 .. 15 are
+// those of input 3. squares[t] gets each worker's sum of x * x. The loads of STAGE_STEPS steps
+// overlap; the norm's first weights are no launch's output, so they do not wait.
 enum { STAGE_STEPS = 4 };
 static inline void ring_stage(struct row_input in, int t0, int by, int begin, int end,
         threadgroup float *inputs, threadgroup float *squares, int worker,
@@ -1550,7 +1550,7 @@ QUANT_INLINE void ring_dot(int fa, int fb, threadgroup const uchar *ra, threadgr
     int last = groups / LANE_GROUPS - 1, mine = me.lane % 4;
     bool second = me.lane / 4 % 2, fills = (int)me.lane / 8 == mine;   // b, see codes_dot
     bool zero = !fills || (second && tokens_at_once() == 1);
-    // past the row's end a lane takes the last again, and x is 0: only a row's last piece ends so
+    // past the row's end, where x is 0, a lane takes the last one again: only a last piece ends so
     for (int i = 4 * me.worker; i <= last; i += 4 * RING_WORKERS) {
         uint take = min(i + mine, last), qa[2][8], qb[2][8];
         float da[2][4], db[2][4];                         // scales, offsets
@@ -1672,9 +1672,9 @@ static inline void ring_finish(struct ring_memory m, struct ring_thread me, stru
     finish((IS_GLU ? out0.y : out.y) + x.at, v, &a->end, other);
 }
 
-// The products of gemv, with the same buffers, for one token or, with several TOKENS, a->few, whose
-// inputs are in x, or PACKED. EXPERTS: for the choices of a few tokens, each as one token, because
-// a threadgroup seldom has rows of several. Grid: one or two threadgroups a core; each has a row
+// The products of gemv, with the same buffers, for one token or, with several TOKENS, a->few. x has
+// their inputs as rows, or PACKED. EXPERTS: for a few tokens' choices, each as if alone, as one
+// expert's rows for two tokens seldom meet. Grid: one or two threadgroups a core; each has a row
 kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device const uchar *w2,
         device const float *bias0, device const float *bias1, device const float *bias2,
         device const float *x, device const float *weights,                       // buffers 6, 7
@@ -1705,7 +1705,7 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
     for (int from = first, buffer = 0; from < end; from += batch_rows(), buffer ^= 1) {
         int to = min(from + batch_rows(), end);
         threadgroup float *sums = m.sums + buffer * RING_WORKERS * ring_sums(TEAMS);
-        struct ring_result soon = result_of(me, from, to, a);   // again below: few registers
+        struct ring_result soon = result_of(me, from, to, a);   // made anew below: few registers
         float old = soon.has && EPILOGUE == EPILOGUE_ADD ? other[soon.at] : 0.0f;   // is on its way
         ring_rows(m, me, &at, chosen, from, to, sums, a);
         workers_barrier(workers() * SIMD_LANES);          // all sums are there
@@ -1713,7 +1713,7 @@ kernel void gemv_ring(device const uchar *w0, device const uchar *w1, device con
     }
 }
 
-// Packs the inputs of a few tokens for gemv_ring, after their norm, as its workers stage them:
+// Packs inputs of a few tokens for gemv_ring, times the norm's weights, as its workers stage them:
 // packed[FEW][RING_WORKERS] has the workers' sums of squares; then come the inputs. Grid: a
 // SIMD-group for each worker of a token, or without a norm for each of its turns.
 kernel void ring_inputs(device const float *x, device const float *weights, device float *packed,
@@ -2260,9 +2260,9 @@ kernel void ffn_block(device const uchar *wo, device const uchar *gate, device c
 // A tile has TILE_TOKENS x TILE_ROWS outputs, and two threads for each row of W. In a step of
 // GEMM_K columns each thread decodes one of its row's two groups of 32 weights. With two BUFFERS a
 // step's operands are on their way while those of the step before are multiplied: activations, and
-// f16 weights, are copied in the background; weights of a block format are decoded to registers
-// before the product, and stored after it. (Weights of f32, bf16 and ragged rows are stored before
-// it.) Apple's threadgroups have too little memory for two: several on a core wait in turn.
+// f16 weights, are copied in the background; weights of a block format are unpacked to registers
+// before the product, made halves and stored after it. (Weights of f32, bf16 and ragged rows are
+// stored before it.) Apple's threadgroups lack the memory for two: some wait while others compute.
 //
 // An example: 40 tokens, 96 rows, 64 columns. The host takes tiles of 64 tokens x 64 rows. They are
 // two threadgroups of 128 threads: one for rows 0..63, one for rows 64..95. A step is 64 columns,
@@ -2418,7 +2418,7 @@ kernel void gemm(device const uchar *w0, device const uchar *w1, device const uc
         end = expert_tile[3 * tile + 2];
         if (expert < 0) return;                               // all threads: no barrier was there
     }
-    w0 += (ulong)expert * a->w[0].step;                       // 0 where there is one matrix
+    w0 += (ulong)expert * a->w[0].step;                       // expert is 0 if W is one matrix
     bias0 += expert * a->w[0].bias_step;
     for (int i = tid; i < TILE_TOKENS; i += 2 * TILE_ROWS) {
         int t = min(token + i, end - 1);
