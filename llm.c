@@ -927,7 +927,7 @@ static Candidate *find_candidate(Candidate *c, size_t n, int32_t id);   // NULL:
 static const struct Best *session_best(Session *s, const float *logits);   // for Draw
 
 // A positive logit is divided by the penalty, a negative one multiplied. Banned ids have the
-// penalty INFINITY, which makes any logit -INFINITY; so is a NaN.
+// penalty INFINITY: their logits become -INFINITY, as do those that are NaN.
 static float lowered(float logit, float penalty) {
     if (penalty == INFINITY || isnan(logit)) return -INFINITY;
     return logit * (logit > 0 ? 1 / penalty : penalty);
