@@ -2081,8 +2081,7 @@ static void load_norms(Loader *ld, Layer *w) {
     if (!w->n_head && !w->attn_norm.w) w->attn_norm = w->ffn_norm;   // an FFN alone (Deci)
     if (c->norm == NORM_BARE) return;   // no norm has weights (OLMo)
 
-    // a block reads a normed stream, or its result is normed; without an own norm the FFN shares
-    // what attention reads
+    // a block's input or its result is normed; an FFN without a norm reads what attention reads
     bool normed = ld->l == 0 && ld->m->embd_norm.w;   // by the norm of the embeddings
     if (!normed && !w->attn_post_norm.w) require(ld, w->attn_norm.w, "attn_norm");
     bool shares = !w->ffn_norm.w && !w->ffn_post_norm.w;
@@ -2112,11 +2111,8 @@ static void load_window(Loader *ld, Layer *w) {
     if (a->flags & LOCAL_ROPE && windows && !local && !first) w->rope = ROPE_NONE;
 }
 
-// Loads layer ld->l: its numbers and norms, what mixes tokens, the FFN. A layer has
-//
-//   most models   attention (n_kv > 0) and an FFN or experts (up)
-//   hybrids       attention or a recurrent mixer, in Falcon-H1 both; and an FFN or experts
-//   Nemotron-H    one of these alone
+// Loads layer ld->l: its numbers and norms; attention (n_kv > 0), a recurrent mixer or both (Falcon
+// H1); an FFN or experts (up). In Nemotron-H a layer has one of these alone.
 static void load_layer(Loader *ld, Layer *w) {
     const Config *c = &ld->m->config;
     const Arch *a = ld->arch;
@@ -5283,6 +5279,7 @@ static Dict *new_dict(Template *t, Dict *outer) {
 
 static Value apply(Template *t, Str filter, Value v, Args more);
 static Str join(Template *t, Str by, List l);
+static List sorted(Template *t, List l, Value attribute, bool reverse, bool exact);
 static List pairs_of(Template *t, Value v);
 
 // The items that a loop over v sees: elements of a list, characters of a text, keys of a dict.
@@ -5350,7 +5347,8 @@ static void write_float(double f, char *s, size_t size) {   // in the fewest dig
     if (e >= -4 && e < 16) snprintf(s, size, "%.*f", digits > e ? digits - e : 1, f);
 }
 
-static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent);
+enum { PYTHON, JSON, SORTED };   // SORTED: JSON with the keys in order
+static Str written(Template *t, Str s, Value v, int json, Str line, Str indent);
 static Str to_text(Template *t, Value v) {   // as Python's str writes v
     char s[32];
     if (v.kind == V_STRING) return v.s;
@@ -5358,7 +5356,7 @@ static Str to_text(Template *t, Value v) {   // as Python's str writes v
     if (v.kind == V_NONE) return str("None");
     if (v.kind == V_BOOL) return str(v.i ? "True" : "False");
     if (v.kind == V_LIST || v.kind == V_DICT)
-        return written(t, NOTHING, v, false, NOTHING, NOTHING);
+        return written(t, NOTHING, v, PYTHON, NOTHING, NOTHING);
     if (v.kind == V_FLOAT) write_float(v.f, s, sizeof s);
     else snprintf(s, sizeof s, "%lld", (long long)must_be(t, v, V_INT).i);
     return concat(t, NOTHING, str(s));
@@ -5379,7 +5377,7 @@ static Str quoted(Template *t, Str s, Str text, bool json) {   // s, then text i
 }
 
 // s, then v as JSON or as Python has it; each element is behind `line` and `indent`, unless empty
-static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent) {
+static Str written(Template *t, Str s, Value v, int json, Str line, Str indent) {
     bool dict = v.kind == V_DICT;
     const char *brackets = dict ? "{}" : "[]";
     enter(t);
@@ -5391,6 +5389,7 @@ static Str written(Template *t, Str s, Value v, bool json, Str line, Str indent)
     if (v.tuple && !json) brackets = "()";
     List l = dict ? pairs_of(t, v) : v.list;
     Str inner = line.n ? concat(t, concat(t, NOTHING, line), indent) : NOTHING;
+    if (dict && json == SORTED) l = sorted(t, l, int_value(0), false, true);
     s = concat(t, s, (Str){brackets, 1});
     for (size_t i = 0; i < l.n; i++) {
         Value x = l.v[i];
@@ -5499,20 +5498,20 @@ static Value get(Template *t, Value x, Value attribute) {
     return x;
 }
 
-// the key by which an element is compared; a text in lower case
-static Value key_of(Template *t, Value v, Value attribute) {
+// the key by which an element is compared, unless `exact` in lower case
+static Value key_of(Template *t, Value v, Value attribute, bool exact) {
     v = get(t, v, attribute);
-    return v.kind == V_STRING ? string_value(recased(t, v.s, 'l')) : v;
+    return v.kind == V_STRING && !exact ? string_value(recased(t, v.s, 'l')) : v;
 }
 
-static List sorted(Template *t, List l, Value attribute, bool reverse) {
+static List sorted(Template *t, List l, Value attribute, bool reverse, bool exact) {
     List out = {0};
     Str before = str(reverse ? ">" : "<");
     for (size_t i = 0, k; i < l.n; i++) {
-        Value key = key_of(t, l.v[i], attribute);
+        Value key = key_of(t, l.v[i], attribute, exact);
         push(t, &out, l.v[i]);
         for (k = i; k; out.v[k] = out.v[k - 1], k--)
-            if (!operate(t, before, key, key_of(t, out.v[k - 1], attribute)).i) break;
+            if (!operate(t, before, key, key_of(t, out.v[k - 1], attribute, exact)).i) break;
         out.v[k] = l.v[i];
     }
     return out;
@@ -5533,12 +5532,12 @@ static const char *const BUILTINS[] = {
     "trim strip lstrip rstrip (s, chars=none)", "startswith endswith find rfind (s, x)",
     "replace (s, old, new)", "format _format (s, a, b, c, d, e)", "join (v, d='')",
     "indent (s, width=4, first=false, blank=false)", "int (v, default=0)", "float (v, default=0.0)",
-    "tojson (v, ensure_ascii=false, indent=none)", "default d (v, default_value='', boolean=false)",
+    "tojson (v, ensure_ascii=false, indent=none, separators=none, sort_keys=false)",
+    "default d (v, default_value='', boolean=false)", "get (v, key, default=none)",
     "length count list first last items keys values dictsort reverse (v)", "strftime_now (format)",
     "sort unique min max (v, reverse=false, attribute=none)", "select reject (v, test, x)",
     "selectattr rejectattr (v, attribute, test, x)", "map (v, filter, x, y, attribute=none)",
-    "get (v, key, default=none)", "namespace dict ()", "range (start, stop=none, step=1)",
-    "raise_exception (message)",
+    "namespace dict ()", "range (start, stop=none, step=1)", "raise_exception (message)",
 };
 static const char OF_TEXTS[] = "upper lower capitalize title strip lstrip rstrip replace split "
                                "startswith endswith find rfind format join";
@@ -5627,9 +5626,9 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
                                                   int_value(1), (Value){0}, l).list);
     if (is(f, "reverse") && v.kind != V_STRING) v = list_value(items_of(t, v));
     if (is(f, "reverse")) return slice(t, v, none, none, int_value(-1));
-    if (is(f, "dictsort")) return list_value(sorted(t, pairs_of(t, v), int_value(0), false));
-    if (is(f, "sort")) return list_value(sorted(t, items_of(t, v), a[2], truth(a[1])));
-    if (is(f, "min max")) v = list_value(sorted(t, items_of(t, v), a[2], f.s[1] == 'a'));
+    if (is(f, "dictsort")) return list_value(sorted(t, pairs_of(t, v), int_value(0), false, false));
+    if (is(f, "sort")) return list_value(sorted(t, items_of(t, v), a[2], truth(a[1]), false));
+    if (is(f, "min max")) v = list_value(sorted(t, items_of(t, v), a[2], f.s[1] == 'a', false));
     if (is(f, "first last min max"))
         return member(t, list_value(items_of(t, v)), int_value(-(*f.s == 'l')));
     if (is(f, "map")) return chosen(t, f, v, a[4], a[1], (List){a + 2, !!a[2].kind + !!a[3].kind});
@@ -5640,7 +5639,7 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     if (is(f, "unique")) {
         Value keys = list_value(l);
         for (List all = items_of(t, v); all.n; all.n--, all.v++) {
-            Value key = key_of(t, *all.v, a[2]);
+            Value key = key_of(t, *all.v, a[2], false);
             if (!contains(t, keys, key)) push(t, &l, *all.v);
             push(t, &keys.list, key);
         }
@@ -5649,8 +5648,9 @@ __attribute__((noinline)) static Value builtin(Template *t, Str f, Value *a) {
     if (is(f, "tojson")) {
         bool lines = a[2].kind != V_NONE;
         Str indent = repeat(t, str(" "), lines ? must_be(t, a[2], V_INT).i : 0);
-        if (truth(a[1])) stop(t, "tojson knows no ensure_ascii");
-        return string_value(written(t, NOTHING, v, true, str(lines ? "\n" : ""), indent));
+        int json = truth(a[4]) ? SORTED : JSON;
+        if (truth(a[1]) || truth(a[3])) stop(t, "tojson knows no ensure_ascii and no separators");
+        return string_value(written(t, NOTHING, v, json, str(lines ? "\n" : ""), indent));
     }
     if (is(f, "int float")) {
         char *s = copy(t, strip(t, strip(t, to_text(t, v), none, LEFT), none, RIGHT)), *end;
