@@ -4107,8 +4107,8 @@ static uint32_t byte_to_char(uint8_t b) {
     return b == 0xAD ? 0x143 : b;
 }
 
-// a text has at most this many bytes; tokenize takes 200 times as much memory
-enum { TEXT_MAX = (SIZE_MAX / 256 < 1 << 28 ? 1 << 24 : 1 << 28) - 1 };
+// most bytes of a text, for which tokenize takes 200 times as much memory; of a token or a merge
+enum { TEXT_MAX = (SIZE_MAX / 256 < 1 << 28 ? 1 << 24 : 1 << 28) - 1, STRING_MAX = 1 << 13 };
 
 // A hash table from the file's strings to their indices; the first of equal strings counts. Besides
 // tokens the merges of BPE are in one, each as a string "left right".
@@ -4800,7 +4800,7 @@ static bool dictionary_open(Dictionary *d, const Gguf *g, const char *key, int m
         uint32_t *slot = dictionary_slot(d, hash_text(0, s), s);
         if (!slot) return fail(e, "%s: made to collide", key);
         if (s.n > d->longest) d->longest = s.n;
-        if (s.n > TEXT_MAX) return fail(e, "%s: a string of %zu bytes", key, s.n);
+        if (s.n > STRING_MAX) return fail(e, "%s: a string of %zu bytes", key, s.n);
         if (s.n && !*slot && i < (uint32_t)most) *slot = i + 1;
     }
     return true;

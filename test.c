@@ -2934,13 +2934,13 @@ static void test_tokenizer_unigram(void) {
         if (*want == 's') refused(path, want);
         else tokens_are(open_tokenizer(path), text, strlen(text), NULL, ~0, want);
     }
-    for (int i = 0; i < 3; i++) {
-        static const float scores[] = {INFINITY, 0, -INFINITY, 0, NAN, 0};
+    for (int i = 0; i < 4; i++) {
+        static const float scores[] = {INFINITY, 0, -INFINITY, 0, NAN, 0, 0, 0};
         Writer w = {0};
-        key_vocab(&w, "t5", NULL, "a,b", NULL);
+        key_vocab(&w, "t5", NULL, i < 3 ? "a,b" : memset(need(8194), 'a', 8193), NULL);
         key_array(&w, "tokenizer.ggml.scores", GGUF_F32, 2, scores + 2 * i, 8);
         write_gguf(&w, scratch("t5.gguf"));
-        refused(scratch("t5.gguf"), "token 0 has a score of");
+        refused(scratch("t5.gguf"), i < 3 ? "token 0 has a score of" : "a string of 8193 bytes");
     }
 }
 
