@@ -3186,8 +3186,7 @@ static void delta_conv(Session *s, const void *arg, size_t call) {
 // projections make g and b. After the rule o passes a norm and a gate z.
 
 // In some tensors of Qwen3-Next the rows of one key head follow those of another. Copies them into
-// the order of other files: part 0 of all heads, part 1, ... rows: how many rows of a head each
-// has.
+// the order of other files: part 0 of all heads, then part 1, ... rows [parts]: of a head in each.
 static Matrix load_interleaved(Loader *ld, const char *name, const int *rows, int parts) {
     int n_key = ld->m->config.n_key, dim = ld->m->config.dim, each = 0;   // each: rows of a head
     for (int k = 0; k < parts; k++) each += rows[k];

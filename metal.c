@@ -1981,8 +1981,7 @@ static UNUSED double gpu_bytes(const Session *s) {   // of what the GPU sees, or
 }
 
 // Bytes a second that copies inside the GPU's memory read and write; 0: there is no GPU, or no
-// room. p [n], whole pages, is shared for that when it first comes, or the part that there is room
-// for.
+// room. The first call shares p [n], whole pages, or the part of it that there is room for.
 static UNUSED double gpu_rate(Session *s, void *p, size_t n) {
     enum { COPIES = 8 };
     Gpu *g = s->gpu;

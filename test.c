@@ -2765,27 +2765,26 @@ static void test_tokenizer_goldens(void) {
 // Words, by hand from the regular expressions of each family; | stands between them.
 static void test_tokenizer_rules(void) {
     static const struct { const char *pre, *words, *arch; } rules[] = {
-        {"gpt-2", "It|'s| I|'|LL| 1234|  | x|\n\n| ,;|\t"}, {"qwen35", "a\u0301b| \u0301c|1|2"},
-        {"llama-bpe", "It|'s| I|'LL| |123|4|  | x|\n\n| ,;|\t"}, {"default", "a|+|b|123|456|78|."},
-        {"qwen2", "don|'T| |1|2|  |\ty|!?\n\n|.x| \u00E9"}, {"falcon", "a|`+|b|123|45| |678|."},
-        {"starcoder", "a|1|2| |3| b|'s|'s|\n"}, {"viking", "a|1|2| b|.|x"},
+        {"gpt-2", "It|'s| I|'|LL| 1234|  | x|\n\n| ,;|\t"}, {"minicpm5", "It|'S|123|4| ab|!\n\n|x"},
+        {"qwen35", "a\u0301b| \u0301c|1|2"}, {"falcon", "a|`+|b|123|45| |678|."}, {"phi-2", "a| b"},
+        {"default", "a|+|b|123|456|78|."}, {"deepseek-llm", "ab| \u00C9\u00E9| !?|\n|漢字|12|  "},
+        {"qwen2", "don|'T| |1|2|  |\ty|!?\n\n|.x| \u00E9"}, {NULL, "HTTPs|World|B|1|2", "mistral3"},
+        {"starcoder", "a|1|2| |3| b|'s|'s|\n"}, {"jais-2", "a|        |    |  | b|\t\n"},
+        {"viking", "a|1|2| b|.|x"}, {"afmoe", "12|345|a|㐀ﾊเເកကᄀꀀ가一|กb|!|⼀"},
         {"gpt-4o", "Hello's|World|ABC'LL| |123|4|;/|ա|Աբ| हिन्दी𝐚|𝐀ℂa"},
-        {"tekken", "Hello|World|HTTPs| \u00C0Bд|Пр|1|2|;/\n/\n"},
-        {"deepseek-llm", "ab| \u00C9\u00E9| !?|\n|漢字|12|  "},
-        {"youtu", "가ㄱ|漢か|，。|ㄅ|ab|Ab|1|2"}, {"whitespace", "ab漢,|  \n|c"},
-        {"deepseek-coder", "ab| |漢| !?|1|2|\r|\n"}, {"minicpm5", "It|'S|123|4| ab|!\n\n|x"},
-        {"deepseek-v3", "123|4|漢字かな|.x| !\n|ab\u0301|(=|~|'"},
-        {"tiny_aya", "a|1|234|567| | |²|3|456|.|199|0|s| |7|x| |१००|०|_|127| |१|०००"},
-        {"bailingmoe", "It|'S|1|2| ab|!\n\n|x| \n\n"}, {"jais-2", "a|        |    |  | b|\t\n"},
-        {"superbpe", "a b|1|234|567|x|89|123|.|²345"}, {"laguna", "a| |\n|c|1|2"},
-        {"kimi-k2", "漢字\U0002B820\U0002CEB0々|か|.x|Xกั้น|漢|12|A's| |123|4| !\n\n|\u0378\u0378"},
-        {"exaone-moe", "ab a\u0301 cd| | x|1|2|!\n|\n"}, {"gemma4", "a  b c|\n\n|d"},
-        {"granite-embed-multi-97m", "Hello|World| a\u0301b|123|4"}, {"exaone4", "x| y"},
-        {"smaug-bpe", "112|3"}, {"phi-2", "a| b"},
-        {"afmoe", "12|345|a|㐀ﾊเເកကᄀꀀ가一|กb|!|⼀"},
-        {"default", "ABC'LL| |123|4|;/", "gptoss"}, {"default", "ABC'LL| |123|4|;/", "llama4"},
-        {"qwen2", "don|'T| |1|2", "llama4"}, {NULL, "HTTPs|World|B|1|2", "mistral3"},
-        {"default", "It|'s| |123|4|!\n", "lfm2moe"}, {"", "It|'s| |123|4|!\n", "deci"},
+        {"tekken", "Hello|World|HTTPs| \u00C0Bд|Пр|1|2|;/\n/\n"}, {"laguna", "a| |\n|c|1|2"},
+        {"youtu", "가ㄱ|漢か|，。|ㄅ|ab|Ab|1|2"}, {"default", "ABC'LL| |123|4|;/", "gptoss"},
+        {"whitespace", "ab漢,|  \n|c"}, {"granite-embed-multi-97m", "Hello|World| a\u0301b|123|4"},
+        {"deepseek-coder", "ab| |漢| !?|1|2|\r|\n"}, {"bailingmoe", "It|'S|1|2| ab|!\n\n|x| \n\n"},
+        {"deepseek-v3", "123|4|漢字かな|.x| !\n|ab\u0301|(=|~|'"}, {"gemma4", "a  b c|\n\n|d"},
+        {"tiny_aya", "a|1|234|567| | |²|3|456|"
+                     ".|199|0|s| |7|x| |१००|०|_|127| |१|०००"},
+        {"superbpe", "a b|1|234|567|x|89|123|.|²345"}, {"default", "It|'s| |123|4|!\n", "lfm2moe"},
+        {"kimi-k2", "漢字\U0002B820\U0002CEB0々|か|.x|Xกั้น|漢|"
+                    "12|A's| |123|4| !\n\n|\u0378\u0378"},
+        {"exaone-moe", "ab a\u0301 cd| | x|1|2|!\n|\n"}, {"default", "ABC'LL| |123|4|;/", "llama4"},
+        {"exaone4", "x| y"}, {"smaug-bpe", "112|3"}, {"qwen2", "don|'T| |1|2", "llama4"},
+        {"llama-bpe", "It|'s| I|'LL| |123|4|  | x|\n\n| ,;|\t"}, {"", "It|'s| |123|4|!\n", "deci"},
     };
     char *llama3 = memset(need(128100), ',', 128009);   // its token 128009 tells the rules
     strcpy(llama3 + 128009, "<|eot_id|>,a,b");
@@ -2872,7 +2871,8 @@ static void test_tokenizer_special(void) {
         CHECK(t->kind == (merges ? TOKENIZER_BPE : TOKENIZER_SPM), "Gemma 4's other name, or not");
     }
     // white space is no word; without scores the leftmost joins
-    t = vocabulary(&(Writer){0}, "whitespace", "whitespace", "a,b,ab, ,é,é漢,<s>", "a b,é 漢", "");
+    t = vocabulary(&(Writer){0}, "whitespace", "whitespace",
+                   "a,b,ab, ,é,é漢,<s>", "a b,é 漢", "");
     tokens_are(t, " ab  B é漢\na\n", 14, NULL, TOKENS_ADD, "2 5 0");
     t = vocabulary(&(Writer){0}, "llama", NULL, "<u>,a,b,ab,▁,▁a", NULL, "");
     tokens_are(t, "ab", 2, NULL, 0, "5 2");
