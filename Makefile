@@ -97,8 +97,8 @@ test:
 	@$(if $(filter avx2,$(CHECKS)),,echo "valgrind is not installed: its tests were left out";) $(SUM)
 
 # you have an NVIDIA GPU: the kernels on it (NAME=metal_kernels: that test alone), and how fast they
-# are (NAME=q4_0: the rows with that in their names). `./llm MODEL -c 16384 --bench 512,64` had on an
-# H200 (medians of three; in brackets divided by what llama.cpp de3ff81 had with -fa 1):
+# are (NAME=q4_0: the rows with that in their names). `./llm MODEL -c 16384 --bench 512,64` had on
+# an H200 (medians of three; in brackets divided by what llama.cpp de3ff81 had with -fa 1):
 #                        512 in        2,048 in      8,192 in      64 out after 512
 #   Llama-8B q4_K        11689 (1.17)  14220 (1.45)  12453 (1.27)   487
 #   Qwen3-0.6B q4_0      60980 (1.29)  96220 (2.1)   64012 (1.44)  1561; q8_0 1495
